@@ -1,0 +1,46 @@
+"""The contract between the scheduler's world (counts and blocks) and a target's engine (tensors)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from .inputs import StepInputs
+
+
+@dataclass(frozen=True, slots=True)
+class ExecutorLimits:
+    """What the engine was built for and what this process allocated.
+
+    `num_blocks` counts the usable blocks of `block_size` tokens. `max_step_tokens` is the number of tokens
+    of all sequences in one step, `max_batch_size` the number of sequences, `max_model_len` prompt + output.
+    """
+
+    max_model_len: int
+    max_batch_size: int
+    max_step_tokens: int
+    block_size: int
+    num_blocks: int
+    vocab_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """`logits` `[N, vocab_size]` float32, row i belongs to `StepInputs.logits_rows[i]`. Valid until the next step."""
+
+    logits: np.ndarray
+
+
+class Executor(Protocol):
+    """Runs one step. Owns the KV pages; blocks are numbered `[0, num_blocks)`."""
+
+    @property
+    def limits(self) -> ExecutorLimits: ...
+
+    def execute(self, inputs: StepInputs) -> StepOutput:
+        """Write the step's K/V into its pages and return the logits of `logits_rows`."""
+        ...
+
+    def close(self) -> None: ...

@@ -19,6 +19,10 @@ class BundleError(PeltonError):
     """A bundle is missing, torn or built for something else: says built-with, found, and how to rebuild."""
 
 
+class ConfigError(PeltonError):
+    """Settings that cannot work, alone or together: names the setting and says what to do."""
+
+
 class RequestError(PeltonError):
     """A request that cannot be served as asked (HTTP 400).
 

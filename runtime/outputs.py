@@ -55,7 +55,7 @@ class Delta:
 
 @dataclass(slots=True)
 class CompletionOutput:
-    """One choice of a finished request, as vLLM users know it."""
+    """One choice of a finished request, as vLLM users know it. `error` says why a choice with reason `error` ended."""
 
     index: int
     text: str = ""
@@ -63,6 +63,7 @@ class CompletionOutput:
     logprobs: tuple[TokenLogprob, ...] | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    error: PeltonError | None = None
 
 
 @dataclass(slots=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -113,11 +112,12 @@ def _require_int(name: str, value: object, low: int, high: int | None) -> None:
 
 
 def _require_real(name: str, value: object, low: float, high: float, *, open_low: bool = False) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        raise RequestError(f"{name} must be a finite number, got {value!r}", field=name)
-    if value < low or value > high or (open_low and value == low):
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise RequestError(f"{name} must be a number, got {value!r}", field=name)
+    # Also refuses NaN, and integers that are too large for a float.
+    if not low <= value <= high or (open_low and value == low):
         raise RequestError(
-            f"{name} must be {'above' if open_low else 'from'} {low:g} up to {high:g}, got {value:g}",
+            f"{name} must be {'above' if open_low else 'from'} {low:g} up to {high:g}, got {value!r:.32}",
             field=name,
         )
 

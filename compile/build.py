@@ -1,0 +1,253 @@
+"""Checkpoint -> bundle: the stages of a build, in order."""
+
+from __future__ import annotations
+
+import platform
+import subprocess
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from .. import __version__
+from ..errors import BuildError
+from ..plugins_trt.cpu_engine import CpuEngine, EngineProgram
+from .bundle import (
+    FORMAT_VERSION,
+    HostFacts,
+    HostNeeds,
+    Limits,
+    Manifest,
+    ModelFacts,
+    Versions,
+    content_key,
+    find_unchanged,
+    record_files,
+    staged_bundle,
+    write_manifest,
+)
+from .checkpoint import Checkpoint, load_model, open_checkpoint, write_serving_files
+from .export import export, kv_geometry
+from .memory import MemoryPlan, plan_memory
+from .passes import optimise
+from .progress import Progress
+from .proof import ProofResult, StepFunction, Trace, compare, exported_step, record
+from .segments import PAGED_ATTENTION, cut, layer_prefix
+from .targets import cpu
+
+TARGETS = ("cpu",)
+DTYPES = ("auto", "float32", "bfloat16")
+DEFAULT_MAX_MODEL_LEN = 8192
+DEFAULT_KV_CACHE_BYTES = 1 << 30
+
+# Instruction sets that Inductor's generated code may use when the building machine has them.
+_RELEVANT_CPU_FLAGS = (
+    "avx2", "fma", "avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16", "avx512_fp16", "avx512_vnni",
+    "amx_tile", "amx_bf16", "amx_int8",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class BuildRequest:
+    """What a user asks `pelton build` for; None lets `resolve` choose."""
+
+    model: str
+    output: Path
+    target: str = "cpu"
+    dtype: str = "auto"
+    max_model_len: int | None = None
+    max_batch_size: int = 64
+    max_step_tokens: int = 512
+    block_size: int = 32
+    kv_cache_bytes: int = DEFAULT_KV_CACHE_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class BuildPlan:
+    """A build, resolved: everything that decides what the bundle will be."""
+
+    request: BuildRequest
+    checkpoint: Checkpoint
+    dtype: str
+    limits: Limits
+    facts: ModelFacts
+    memory: MemoryPlan
+    versions: Versions
+    content_key: str
+    warnings: tuple[str, ...]
+
+    @property
+    def command(self) -> str:
+        """The command that builds this bundle again, every choice spelled out."""
+        limits = self.limits
+        return (
+            f"pelton build {self.request.model} -o {self.request.output} --target {self.request.target} "
+            f"--dtype {self.dtype} --max-model-len {limits.max_model_len} --max-batch-size {limits.max_batch_size} "
+            f"--max-step-tokens {limits.max_step_tokens} --block-size {limits.block_size} "
+            f"--kv-cache-memory {limits.kv_cache_bytes}"
+        )
+
+
+def resolve(request: BuildRequest) -> BuildPlan:
+    """Read the checkpoint's headers and decide everything. Raises `BuildError` naming the option at fault."""
+    if request.target not in TARGETS:
+        raise BuildError(f"target: {request.target!r} is unknown; choose one of {', '.join(TARGETS)}")
+    checkpoint = open_checkpoint(request.model)
+    config: Any = checkpoint.config
+    dtype = request.dtype
+    warnings = list(checkpoint.warnings)
+    if dtype == "auto":
+        dtype = "float32" if checkpoint.dtype_name == "float32" else "bfloat16"
+        if checkpoint.dtype_name not in ("float32", "bfloat16"):
+            warnings.append(f"the checkpoint is {checkpoint.dtype_name}; it is built in {dtype} on this target")
+    if dtype not in DTYPES:
+        raise BuildError(f"dtype: {dtype!r} is unknown; choose one of {', '.join(DTYPES)}")
+    facts = _facts(checkpoint)
+    trained = facts.max_position_embeddings
+    max_model_len = request.max_model_len or min(trained, DEFAULT_MAX_MODEL_LEN)
+    if max_model_len > trained:
+        raise BuildError(
+            f"max_model_len: {max_model_len} is above the {trained} positions that the model was trained for"
+        )
+    limits = Limits(
+        max_model_len=max_model_len,
+        max_batch_size=request.max_batch_size,
+        max_step_tokens=request.max_step_tokens,
+        block_size=request.block_size,
+        kv_cache_bytes=request.kv_cache_bytes,
+    )
+    memory = plan_memory(facts, limits, dtype, is_tied=bool(config.tie_word_embeddings))
+    if not memory.num_blocks:
+        raise BuildError(
+            f"kv_cache_bytes: {request.kv_cache_bytes} is less than one block of {memory.block_bytes} bytes"
+        )
+    if memory.num_blocks * limits.block_size < max_model_len:
+        warnings.append(
+            f"the KV cache holds {memory.num_blocks * limits.block_size} tokens, fewer than max_model_len "
+            f"{max_model_len}: longer requests are refused; raise --kv-cache-memory"
+        )
+    versions = Versions(
+        pelton=__version__,
+        torch=torch.__version__,
+        transformers=transformers.__version__,
+        compiler=_compiler(),
+    )
+    key = content_key(
+        checkpoint_hash=checkpoint.content_hash,
+        target=request.target,
+        dtype=dtype,
+        limits=limits,
+        versions=versions,
+        options={"cpu_flags": list(_needs().cpu_flags)},
+    )
+    return BuildPlan(request, checkpoint, dtype, limits, facts, memory, versions, key, tuple(warnings))
+
+
+def build(plan: BuildPlan, progress: Progress, *, force: bool = False) -> tuple[Manifest, bool]:
+    """Make the bundle, or find it unchanged (True). It appears whole or not at all. Raises `BuildError`."""
+    output = plan.request.output
+    if not force and (unchanged := find_unchanged(output, plan.content_key)) is not None:
+        return unchanged, True
+    with staged_bundle(output) as staging:
+        manifest = _build_into(staging, plan, progress)
+        with progress.stage("write bundle"):
+            write_serving_files(plan.checkpoint, staging)
+            manifest = replace(manifest, files=record_files(staging))
+            write_manifest(manifest, staging)
+    return manifest, False
+
+
+def _build_into(staging: Path, plan: BuildPlan, progress: Progress) -> Manifest:
+    dtype, block_size = getattr(torch, plan.dtype), plan.limits.block_size
+    with progress.stage("load weights"):
+        model = load_model(plan.checkpoint, dtype)
+    geometry = kv_geometry(model.config)
+    with progress.stage("export"):
+        program = export(model, block_size=block_size)
+    nodes = list(program.graph.find_nodes(op="call_function", target=PAGED_ATTENTION))
+    windows = sorted({cpu.attention_of(node).window for node in nodes})
+    with progress.stage("prove the exported graph"):
+        trace = record(model, windows=windows, block_size=block_size)
+        step = exported_step(program, geometry, trace, dtype)
+        proofs = [compare(trace, step, "exported graph")]
+    with progress.stage("graph passes"):
+        graph_module = optimise(program.module(check_guards=False))
+        segments = cut(graph_module, layer_prefix(model, len(geometry)), len(geometry))
+    with progress.stage("compile"):
+        cpu.lower(
+            graph_module, segments, geometry,
+            dtype=dtype, block_size=block_size, directory=staging, on_progress=progress.note,
+        )  # fmt: skip
+    with progress.stage("check the engine against the model"):
+        proofs.append(compare(trace, _engine_step(staging, trace), "compiled engine"))
+    for proof in proofs:
+        progress.note(f"{proof.subject}: relative error {proof.relative_error:.1e} (at most {proof.tolerance:.1e})")
+    return Manifest(
+        format_version=FORMAT_VERSION,
+        target=plan.request.target,
+        dtype=plan.dtype,
+        versions=plan.versions,
+        needs=_needs(),
+        limits=plan.limits,
+        model=plan.facts,
+        engine={"num_segments": len(EngineProgram.read(staging).segments), "windows": windows},
+        quality={"proofs": [proof.to_json() for proof in proofs]},
+        checkpoint_hash=plan.checkpoint.content_hash,
+        content_key=plan.content_key,
+        build_command=plan.command,
+        files={},
+    )
+
+
+def _engine_step(directory: Path, trace: Trace) -> StepFunction:
+    engine = CpuEngine(directory, num_blocks=trace.num_blocks)
+    return lambda step: engine.run(
+        step.input_ids, step.positions, step.block_table, step.seq_lens, step.query_start_loc, step.logits_rows
+    )
+
+
+def _facts(checkpoint: Checkpoint) -> ModelFacts:
+    config: Any = checkpoint.config
+    geometry = kv_geometry(config)
+    return ModelFacts(
+        source=checkpoint.source,
+        model_type=config.model_type,
+        num_parameters=_num_parameters(config),
+        num_layers=config.num_hidden_layers,
+        num_attention_heads=config.num_attention_heads,
+        num_kv_heads=geometry[0].num_heads,
+        head_dim=geometry[0].head_dim,
+        hidden_size=config.hidden_size,
+        vocab_size=config.vocab_size,
+        max_position_embeddings=config.max_position_embeddings,
+    )
+
+
+def _num_parameters(config: Any) -> int:
+    """Parameters of the model that `config` describes, tied ones once; nothing is allocated."""
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    return sum(p.numel() for p in model.parameters())
+
+
+def _needs() -> HostNeeds:
+    host = HostFacts.detect()
+    return HostNeeds(
+        machine=host.machine, cpu_flags=tuple(f for f in _RELEVANT_CPU_FLAGS if f in host.cpu_flags)
+    )
+
+
+def _compiler() -> str:
+    """Inductor's C++ compiler. Raises `BuildError` when there is none."""
+    try:
+        version = subprocess.run(
+            ["g++", "-dumpfullversion"], capture_output=True, text=True, check=True, timeout=30
+        ).stdout.strip()
+    except (OSError, subprocess.SubprocessError) as error:
+        raise BuildError(
+            f"g++ is needed to compile for the CPU and does not run here ({error}); install it (Debian: "
+            "apt-get install g++)"
+        ) from error
+    return f"inductor, g++ {version}, {platform.machine()}"

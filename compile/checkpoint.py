@@ -1,0 +1,274 @@
+"""A checkpoint on disk or on the hub: opened, validated from its headers, loaded, and its serving files
+written.
+
+`open_checkpoint` does everything that is quick (config, safetensors or GGUF headers, names and shapes against
+the model class) so that a broken download or an unsupported model fails in seconds, then hashes the files.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import shutil
+import tempfile
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+from transformers import __version__ as transformers_version
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from ..errors import BuildError
+from .gguf import GgufFile, write_config
+from .model_loading import empty_model, load_tensors, match_tensors, tied_pairs
+from .weights import Weights, find_safetensors, most_common_dtype
+
+# Files beside the weights that decide what is built or how text is read; each is part of the content hash.
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "tokenizer.model",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+_VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
+_CONFIG_FILES = ("config.json", "generation_config.json")
+# What the runtime reads (`runtime/tokenizer.py`).
+_SERVED_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+)
+_DOWNLOADED = ["*.safetensors", "*.json", "*.jinja", "*.txt", "tokenizer.model"]
+_NOT_DOWNLOADED = ["consolidated*", "*/*"]  # second copies of the weights: Mistral's format, ONNX folders
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+_CAUSAL_LM = ("ForCausalLM", "LMHeadModel")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint that can be compiled.
+
+    `source` is what the user wrote, `path` the directory or GGUF file it stands for. `dtype_name` is the
+    dtype the checkpoint says (`float32`, `bfloat16`, `float16`). `content_hash` covers weights, config and
+    tokenizer files, not their place. `warnings` are for the user to read.
+    """
+
+    source: str
+    path: Path
+    config: PreTrainedConfig
+    dtype_name: str
+    content_hash: str
+    warnings: tuple[str, ...]
+    weights: Weights = field(repr=False, compare=False)
+
+
+def open_checkpoint(model: str) -> Checkpoint:
+    """Open a Hugging Face directory, a hub id or a `.gguf` file; `BuildError` if it cannot be compiled."""
+    path = _locate(model)
+    if path.is_file():
+        return _open_gguf(model, path)
+    return _open_directory(model, path)
+
+
+def load_model(checkpoint: Checkpoint, dtype: torch.dtype) -> PreTrainedModel:
+    """The model in `dtype` on the CPU for inference; every parameter loaded exactly once."""
+    with checkpoint.weights.open() as tensors:
+        return load_tensors(checkpoint.config, tensors, dtype, checkpoint.source)
+
+
+def write_serving_files(checkpoint: Checkpoint, directory: Path) -> None:
+    """Write what the runtime needs to turn text into tokens and back, and to know where a text ends.
+
+    The tokenizer is written as transformers understands it (its BOS and EOS rules applied to
+    tokenizer.json), so that serving without transformers gives the same ids. Truncation and padding stored
+    in a tokenizer.json are not kept: a server must never cut a prompt on its own.
+    """
+    if isinstance(checkpoint.weights, GgufFile):
+        tokenizer = checkpoint.weights.tokenizer()
+        checkpoint.weights.generation_config().save_pretrained(directory)
+        write_config(checkpoint.config, directory, getattr(torch, checkpoint.dtype_name))
+    else:
+        tokenizer = _load_tokenizer(checkpoint.path)
+        for name in _CONFIG_FILES:
+            if (checkpoint.path / name).is_file():
+                shutil.copyfile(checkpoint.path / name, directory / name)
+    tokenizer.backend_tokenizer.no_truncation()
+    tokenizer.backend_tokenizer.no_padding()
+    with tempfile.TemporaryDirectory(dir=directory) as scratch:
+        tokenizer.save_pretrained(scratch)
+        for name in _SERVED_TOKENIZER_FILES:
+            if (Path(scratch) / name).is_file():
+                shutil.move(Path(scratch) / name, directory / name)
+
+
+def _locate(model: str) -> Path:
+    path = Path(model).expanduser()
+    if path.is_dir() or (path.is_file() and path.suffix == ".gguf"):
+        return path.resolve()
+    if path.exists():
+        raise BuildError(f"{model}: give a checkpoint directory, a .gguf file or a Hugging Face model id")
+    if path.suffix == ".gguf" or not _HUB_ID.fullmatch(model):
+        raise BuildError(f"{model}: no such file or directory")
+    return _download(model)
+
+
+def _download(model: str) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError
+
+    try:
+        return Path(snapshot_download(model, allow_patterns=_DOWNLOADED, ignore_patterns=_NOT_DOWNLOADED))
+    except GatedRepoError as error:
+        raise BuildError(
+            f"{model}: access to this model is restricted; accept its terms on huggingface.co and set "
+            "HF_TOKEN"
+        ) from error
+    except RepositoryNotFoundError as error:
+        raise BuildError(
+            f"{model}: no such directory here and no such model on the Hugging Face hub"
+        ) from error
+    except (HfHubHTTPError, OSError, ValueError) as error:
+        raise BuildError(
+            f"{model}: no such directory here, and downloading it from the Hugging Face hub failed: "
+            f"{_one_line(error)}"
+        ) from error
+
+
+def _open_gguf(model: str, path: Path) -> Checkpoint:
+    weights = GgufFile(path)
+    weights.check_tokenizer()
+    match_tensors(empty_model(weights.config), weights.infos, model)
+    dtype_name = str(weights.stored_dtype).removeprefix("torch.")
+    return Checkpoint(model, path, weights.config, dtype_name, _content_hash([path]), (), weights)
+
+
+def _open_directory(model: str, path: Path) -> Checkpoint:
+    config = _read_config(path)
+    if not any((path / name).is_file() for name in _VOCABULARIES):
+        raise BuildError(f"{path}: no tokenizer: expected one of {', '.join(_VOCABULARIES)}")
+    weights = find_safetensors(path)
+    warnings = list(weights.warnings)
+    empty = empty_model(config)
+    found = match_tensors(empty, weights.infos, str(path))
+    for head, embedding in tied_pairs(empty, found):
+        if not _equal(weights, head, embedding):
+            config.tie_word_embeddings = False
+            warnings.append(
+                f"config.json ties {head} to {embedding}, but the checkpoint holds two different tensors: "
+                f"the file's {head} is used"
+            )
+    dtype = config.dtype or most_common_dtype(weights.infos)
+    present = [path / name for name in (*_CONFIG_FILES, *_TOKENIZER_FILES) if (path / name).is_file()]
+    content_hash = _content_hash([*present, *weights.files])
+    dtype_name = str(dtype).removeprefix("torch.")
+    return Checkpoint(model, path, config, dtype_name, content_hash, tuple(warnings), weights)
+
+
+def _read_config(path: Path) -> PreTrainedConfig:
+    """The config, refused if it is not that of a text-only, unquantised causal LM that transformers knows."""
+    file = path / "config.json"
+    if not file.is_file():
+        adapter = " (a LoRA adapter? Merge it into its base model first)"
+        raise BuildError(
+            f"{path}: no config.json{adapter if (path / 'adapter_config.json').is_file() else ''}"
+        )
+    try:
+        facts = json.loads(file.read_text(encoding="utf-8"))
+        model_type = facts["model_type"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise BuildError(f"{file}: not a model config ({type(error).__name__}: {error})") from error
+    if model_type not in CONFIG_MAPPING:
+        remote = (
+            "; it needs Python code from the checkpoint, which is never run" if "auto_map" in facts else ""
+        )
+        raise BuildError(
+            f"{file}: transformers {transformers_version} has no model type {model_type!r}{remote}"
+        )
+    try:
+        config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+    except (StrictDataclassError, ValueError, TypeError, KeyError, AttributeError, OSError) as error:
+        raise BuildError(f"{file}: not a valid {model_type} config: {_one_line(error)}") from error
+    _check_supported(file, config, facts.get("architectures") or [])
+    return config
+
+
+def _check_supported(file: Path, config: PreTrainedConfig, architectures: list[str]) -> None:
+    if getattr(config, "is_encoder_decoder", False):
+        raise BuildError(
+            f"{file}: {config.model_type} is an encoder-decoder model; only causal LMs can be compiled"
+        )
+    if config.get_text_config() is not config:
+        raise BuildError(
+            f"{file}: {config.model_type} is a multi-modal model; only text models can be compiled. Use a "
+            "text-only checkpoint of this family."
+        )
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise BuildError(f"{file}: {config.model_type} is not a causal LM")
+    if architectures and not any(name.endswith(_CAUSAL_LM) for name in architectures):
+        raise BuildError(f"{file}: the checkpoint is a {' / '.join(architectures)}, not a causal LM")
+    quantisation = getattr(config, "quantization_config", None)
+    if quantisation is not None:
+        method = (
+            quantisation.get("quant_method") if isinstance(quantisation, dict) else quantisation.quant_method
+        )
+        raise BuildError(
+            f"{file}: quantised checkpoints ({method}) are not supported; use the original checkpoint"
+        )
+
+
+def _load_tokenizer(path: Path) -> Any:
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+    except (ValueError, OSError, ImportError, KeyError, TypeError, AttributeError) as error:
+        raise BuildError(f"{path}: the tokenizer cannot be loaded: {_one_line(error)}") from error
+    if getattr(tokenizer, "backend_tokenizer", None) is None:
+        raise BuildError(
+            f"{path}: {type(tokenizer).__name__} has no form that the tokenizers library can run"
+        )
+    return tokenizer
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())
+
+
+def _equal(weights: Weights, first: str, second: str) -> bool:
+    with weights.open() as tensors:
+        one, other = tensors[first][...], tensors[second][...]
+        return one.dtype == other.dtype and torch.equal(one, other)
+
+
+def _content_hash(files: Iterable[Path]) -> str:
+    """sha256 over the names and contents of `files`; large files in parallel (hashing releases the GIL)."""
+    ordered = sorted(files, key=lambda path: path.name)
+    with ThreadPoolExecutor() as pool:
+        digests = list(pool.map(_file_digest, ordered))
+    total = hashlib.sha256()
+    for path, digest in zip(ordered, digests, strict=True):
+        total.update(f"{path.name}\0{digest}\n".encode())
+    return total.hexdigest()
+
+
+def _file_digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

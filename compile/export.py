@@ -1,0 +1,173 @@
+"""A transformers model -> one exported program in the flat, padding-free layout.
+
+The modelling code is the model's own. Only its attention is swapped, through `AttentionInterface`, for the
+`pelton::paged_attention` operator, so a new family needs no code here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.export import Dim, ExportedProgram
+from transformers import AttentionInterface
+
+from ..errors import BuildError
+from ..plugins_trt.paged_attention import paged_attention
+
+ATTENTION = "pelton"
+
+# Arguments that families hand to an attention function and that change nothing in inference on flat tokens.
+_INERT_ARGUMENTS = frozenset(
+    {"dropout", "is_causal", "position_ids", "use_cache", "output_attentions", "output_hidden_states",
+     "return_dict", "cache_position", "num_items_in_batch", "logits_to_keep", "position_embeddings"}
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class KVGeometry:
+    """KV pages of one layer: `num_heads` key/value heads of `head_dim` elements."""
+
+    num_heads: int
+    head_dim: int
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """The graph's inputs besides the tokens; shapes as in `plugins_trt/paged_attention.py`."""
+
+    block_table: Tensor
+    seq_lens: Tensor
+    query_start_loc: Tensor
+    k_caches: Sequence[Tensor]
+    v_caches: Sequence[Tensor]
+    new_k_caches: dict[int, Tensor]
+    new_v_caches: dict[int, Tensor]
+
+
+_step: ContextVar[Step] = ContextVar("pelton_step")
+
+
+def _attention(
+    module: nn.Module,
+    query: Tensor,  # [1, Hq, T, D]
+    key: Tensor,  # [1, Hkv, T, D]
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """What transformers calls instead of its own attention while a model is exported."""
+    unknown = sorted(k for k, v in others.items() if v is not None and k not in _INERT_ARGUMENTS)
+    if unknown:
+        raise BuildError(f"{type(module).__name__} passes {', '.join(unknown)} to attention: not supported")
+    if attention_mask is not None:
+        raise BuildError(f"{type(module).__name__} builds its own attention mask: not supported")
+    step = _step.get()
+    layer = module.layer_idx
+    assert isinstance(layer, int)
+    if layer in step.new_k_caches:
+        raise BuildError(f"layer {layer} attends more than once: not supported")
+    out, k_cache, v_cache = paged_attention(
+        query[0].transpose(0, 1),
+        key[0].transpose(0, 1),
+        value[0].transpose(0, 1),
+        step.k_caches[layer],
+        step.v_caches[layer],
+        step.block_table,
+        step.seq_lens,
+        step.query_start_loc,
+        float(scaling if scaling is not None else query.shape[-1] ** -0.5),
+        int(sliding_window or 0),
+        float(softcap or 0.0),
+    )
+    step.new_k_caches[layer], step.new_v_caches[layer] = k_cache, v_cache
+    return out[None], None
+
+
+class FlatModel(nn.Module):
+    """The exported callable: flat tokens in, logits of `logits_rows` and the new caches out."""
+
+    def __init__(self, model: nn.Module, num_layers: int) -> None:
+        super().__init__()
+        self.model = model
+        self.num_layers = num_layers
+
+    def forward(
+        self,
+        input_ids: Tensor,  # [1, T]
+        positions: Tensor,  # [1, T]
+        block_table: Tensor,  # [B, M]
+        seq_lens: Tensor,  # [B]
+        query_start_loc: Tensor,  # [B + 1]
+        logits_rows: Tensor,  # [N]
+        k_caches: list[Tensor],
+        v_caches: list[Tensor],
+    ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+        step = Step(block_table, seq_lens, query_start_loc, k_caches, v_caches, {}, {})
+        token = _step.set(step)
+        try:
+            output = self.model(
+                input_ids=input_ids, position_ids=positions, use_cache=False, logits_to_keep=logits_rows
+            )
+        finally:
+            _step.reset(token)
+        layers = range(self.num_layers)
+        if sorted(step.new_k_caches) != list(layers):
+            raise BuildError(
+                f"{type(self.model).__name__}: {len(step.new_k_caches)} of {self.num_layers} layers call the "
+                "attention interface, so this family cannot be exported (it has an attention of its own)"
+            )
+        return (
+            output.logits[0].float(),
+            [step.new_k_caches[i] for i in layers],
+            [step.new_v_caches[i] for i in layers],
+        )
+
+
+def kv_geometry(config: Any) -> tuple[KVGeometry, ...]:
+    """Pages of each layer, from a transformers config."""
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    num_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    return tuple(KVGeometry(num_heads, head_dim) for _ in range(config.num_hidden_layers))
+
+
+def export(model: nn.Module, *, block_size: int) -> ExportedProgram:
+    """Export `model` (a causal LM in eval mode) with dynamic T, B, M, N and number of blocks.
+
+    Raises `BuildError` with the reason when the family cannot be exported.
+    """
+    config: Any = model.config
+    AttentionInterface.register(ATTENTION, _attention)
+    model.set_attn_implementation(ATTENTION)  # type: ignore[operator]
+    geometry = kv_geometry(config)
+    dtype = next(model.parameters()).dtype
+    # No size of an example may be 1 (it would be specialised), and no two may be equal by accident.
+    tokens, sequences, pages, rows, blocks = 7, 3, 4, 2, 11
+    caches = [torch.zeros(blocks, block_size, g.num_heads, g.head_dim, dtype=dtype) for g in geometry]
+    arguments = (
+        torch.zeros(1, tokens, dtype=torch.long),
+        torch.arange(tokens)[None],
+        torch.zeros(sequences, pages, dtype=torch.int32),
+        torch.full((sequences,), 2, dtype=torch.int32),
+        torch.tensor([0, 2, 4, tokens], dtype=torch.int32),
+        torch.tensor([1, 6]),
+        caches,
+        [cache.clone() for cache in caches],
+    )
+    t, b, m, n = Dim("T"), Dim("B"), Dim("M"), Dim("N")
+    num_blocks = Dim("num_blocks")
+    shapes = (
+        {1: t}, {1: t}, {0: b, 1: m}, {0: b}, {0: Dim.AUTO}, {0: n},
+        [{0: num_blocks} for _ in caches], [{0: num_blocks} for _ in caches],
+    )  # fmt: skip
+    del rows
+    flat = FlatModel(model, len(geometry))
+    with torch.no_grad():
+        return torch.export.export(flat, arguments, dynamic_shapes=shapes, strict=False)

@@ -1,0 +1,194 @@
+"""The proof that a compiled form computes what the model computes, on steps as a server makes them.
+
+One trace of three steps over four sequences: a ragged prefill, then decodes mixed with a chunk and a new prompt, then
+a chunk in the middle of decodes. Every row's logits are compared with the original model run on each whole sequence.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.export import ExportedProgram
+
+from ..errors import BuildError
+from .export import KVGeometry
+
+# (sequence, number of tokens) of each step.
+_STEPS: tuple[tuple[tuple[int, int], ...], ...] = (
+    ((0, 21), (1, 5), (2, 34)),
+    ((3, 17), (0, 1), (2, 9), (1, 1)),
+    ((1, 1), (0, 13), (3, 1), (2, 1)),
+)
+# A window is exercised by a longer first prompt, up to here (longer ones cost minutes of eager reference).
+_MAX_PROVED_WINDOW = 512
+# Root mean square of the difference over that of the logits: float32 differs by the order of summation alone.
+_FLOAT32_TOLERANCE = 1e-4
+# In reduced precision, error is measured against the model in float32 and compared with the original model's own.
+_MAX_NOISE_RATIO = 1.5
+
+
+@dataclass(frozen=True, slots=True)
+class FlatStep:
+    """Arguments of one step of the flat layout, as numpy arrays; logits are wanted of every row."""
+
+    input_ids: np.ndarray  # [T] int64
+    positions: np.ndarray  # [T] int64
+    block_table: np.ndarray  # [B, M] int32
+    seq_lens: np.ndarray  # [B] int32
+    query_start_loc: np.ndarray  # [B + 1] int32
+    logits_rows: np.ndarray  # [T] int64
+
+
+StepFunction = Callable[[FlatStep], Tensor]  # logits [T, vocab]
+
+
+@dataclass(frozen=True, slots=True)
+class ProofResult:
+    """Against the original model in float32: `relative_error` is rms(difference) / rms(logits), `top1_agreement` the
+    share of rows with the same argmax. `tolerance` is the largest relative error that is let through.
+    """
+
+    subject: str
+    num_rows: int
+    relative_error: float
+    max_error: float
+    top1_agreement: float
+    longest_sequence: int
+    tolerance: float
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Trace:
+    """The steps of a proof and the logits of each sequence by the model in float32, `[length, vocab]`.
+
+    `tolerance` is the relative error that a compiled form may have: 1e-4 in float32, else 1.5 times what the original
+    model has in the build's own dtype.
+    """
+
+    steps: tuple[tuple[tuple[int, int], ...], ...]
+    token_ids: tuple[np.ndarray, ...]
+    reference: tuple[Tensor, ...]
+    block_size: int
+    tolerance: float
+
+    @property
+    def num_blocks(self) -> int:
+        return sum(-(-len(ids) // self.block_size) for ids in self.token_ids)
+
+
+def record(model: nn.Module, *, windows: Sequence[int], block_size: int) -> Trace:
+    """Run the original `model` (its own attention, in eager form) on the sequences of the trace.
+
+    In reduced precision this holds a float32 copy of the model for the time of the call.
+    """
+    extra = max((w for w in windows if w <= _MAX_PROVED_WINDOW), default=0)
+    steps = (((0, 21 + extra), *_STEPS[0][1:]), *_STEPS[1:])
+    lengths = [sum(n for step in steps for s, n in step if s == i) for i in range(4)]
+    config: Any = model.config
+    random = np.random.default_rng(20260101)
+    token_ids = tuple(random.integers(0, config.vocab_size, length) for length in lengths)
+    reference = _logits(model if _is_float32(model) else copy.deepcopy(model).float(), token_ids)
+    tolerance = _FLOAT32_TOLERANCE
+    if not _is_float32(model):
+        noise = torch.cat(_logits(model, token_ids)) - torch.cat(reference)
+        tolerance = _MAX_NOISE_RATIO * _rms(noise) / _rms(torch.cat(reference))
+    return Trace(steps, token_ids, tuple(reference), block_size, tolerance)
+
+
+def _logits(model: nn.Module, token_ids: Sequence[np.ndarray]) -> list[Tensor]:
+    model.set_attn_implementation("eager")  # type: ignore[operator]
+    with torch.no_grad():
+        return [model(input_ids=torch.from_numpy(i)[None], use_cache=False).logits[0].float() for i in token_ids]
+
+
+def _is_float32(model: nn.Module) -> bool:
+    return next(model.parameters()).dtype == torch.float32
+
+
+def _rms(tensor: Tensor) -> float:
+    return float(tensor.pow(2).mean().sqrt())
+
+
+def compare(trace: Trace, run: StepFunction, subject: str) -> ProofResult:
+    """Drive `run` through the trace. Raises `BuildError` when it does not reproduce the original model."""
+    tables = _block_tables(trace)
+    done = [0] * len(trace.token_ids)
+    got: list[Tensor] = []
+    wanted: list[Tensor] = []
+    for step in trace.steps:
+        logits = run(_flat_step(trace, step, done, tables))
+        got.append(logits.float())
+        for sequence, count in step:
+            wanted.append(trace.reference[sequence][done[sequence] : done[sequence] + count])
+            done[sequence] += count
+    actual, expected = torch.cat(got), torch.cat(wanted)
+    difference = actual - expected
+    error = _rms(difference) / _rms(expected)
+    result = ProofResult(
+        subject=subject,
+        num_rows=len(expected),
+        relative_error=error,
+        max_error=float(difference.abs().max()),
+        top1_agreement=float((actual.argmax(-1) == expected.argmax(-1)).float().mean()),
+        longest_sequence=max(len(ids) for ids in trace.token_ids),
+        tolerance=trace.tolerance,
+    )
+    if not error <= trace.tolerance:  # also when it is NaN
+        raise BuildError(
+            f"the {subject} does not reproduce the original model: relative error {error:.2e} of the logits, "
+            f"at most {trace.tolerance:.2e} is allowed; nothing was written"
+        )
+    return result
+
+
+def exported_step(
+    program: ExportedProgram, geometry: Sequence[KVGeometry], trace: Trace, dtype: torch.dtype
+) -> StepFunction:
+    """`program` run eagerly, with the operator's PyTorch reference, keeping its own pages."""
+    module = program.module()
+    shape = [(trace.num_blocks, trace.block_size, g.num_heads, g.head_dim) for g in geometry]
+    caches = [torch.zeros(s, dtype=dtype) for s in shape], [torch.zeros(s, dtype=dtype) for s in shape]
+    state = {"k": caches[0], "v": caches[1]}
+
+    def run(step: FlatStep) -> Tensor:
+        arrays = (step.block_table, step.seq_lens, step.query_start_loc, step.logits_rows)
+        flat = (torch.from_numpy(a) for a in arrays)
+        ids, positions = torch.from_numpy(step.input_ids)[None], torch.from_numpy(step.positions)[None]
+        with torch.no_grad():
+            logits, state["k"], state["v"] = module(ids, positions, *flat, state["k"], state["v"])
+        return logits  # type: ignore[no-any-return]
+
+    return run
+
+
+def _block_tables(trace: Trace) -> list[np.ndarray]:
+    """Pages of each sequence, scattered over the pool."""
+    pages = np.random.default_rng(7).permutation(trace.num_blocks)
+    counts = [-(-len(ids) // trace.block_size) for ids in trace.token_ids]
+    return [part.astype(np.int32) for part in np.split(pages, np.cumsum(counts)[:-1])]
+
+
+def _flat_step(
+    trace: Trace, step: Sequence[tuple[int, int]], done: Sequence[int], tables: Sequence[np.ndarray]
+) -> FlatStep:
+    spans = [(s, done[s], done[s] + n) for s, n in step]
+    width = max(len(tables[s]) for s, _, _ in spans)
+    table = np.stack([np.pad(tables[s], (0, width - len(tables[s]))) for s, _, _ in spans])
+    starts = np.cumsum([0] + [n for _, n in step]).astype(np.int32)
+    return FlatStep(
+        input_ids=np.concatenate([trace.token_ids[s][a:b] for s, a, b in spans]),
+        positions=np.concatenate([np.arange(a, b) for _, a, b in spans]),
+        block_table=table,
+        seq_lens=np.array([b for _, _, b in spans], np.int32),
+        query_start_loc=starts,
+        logits_rows=np.arange(starts[-1], dtype=np.int64),
+    )

@@ -1,0 +1,278 @@
+"""The `cpu` target: each class of layers becomes one Inductor library; weights stand beside them, packed for its GEMMs.
+
+What it writes into a directory:
+
+    engine.json          the program: segments in order, with the values they read and write (`plugins_trt.cpu_engine`)
+    prologue.so, layer_0.so, ..., epilogue.so      one library per class of segments
+    weights.safetensors  constants of all segments, mapped at load; tied weights are stored once per layout
+
+GEMMs are Inductor's C++ templates with weights packed at build time. A template accumulates each output element
+over K in one fixed order, whatever the number of rows, so float32 results do not depend on batching.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.export import Dim
+from torch.fx import GraphModule, Node
+
+from ...errors import BuildError
+from ...plugins_trt.cpu_engine import ENGINE_FILE, WEIGHTS_FILE, EngineProgram, SegmentProgram
+from ...plugins_trt.paged_attention_cpu import TILE, WORK_LIST_FIELDS, WorkList, attend, materialise, write_kv
+from ..export import KVGeometry
+from ..segments import Segment, SegmentModule, get_weight
+
+log = logging.getLogger(__name__)
+
+# Sizes of the example step: none is 1 (it would be specialised) and none equals another by accident.
+_ITEMS, _ROWS, _ITEMS_PER_ROW, _TILES, _TILE_PAGES = 13, 5, 3, 6, 4
+
+_INDUCTOR_OPTIONS: dict[str, Any] = {
+    "freezing": True,
+    "max_autotune": True,
+    "max_autotune_gemm_backends": "CPP",
+    "assert_indirect_indexing": False,  # indices come from the block tables that we made
+    "cpp.enable_floating_point_contract_flag": "fast",
+    "cpp.dynamic_threads": True,  # the number of threads is the runtime's choice
+    "aot_inductor.package": True,
+    "aot_inductor.package_constants_in_so": False,
+    "aot_inductor.package_constants_on_disk_format": "pickle_weights",
+}
+
+
+@dataclass(frozen=True)
+class Attention:
+    """How one layer attends."""
+
+    scale: float
+    window: int
+    soft_cap: float
+
+
+def attention_of(node: Node) -> Attention:
+    scale, window, soft_cap = (*node.args[8:], *(0, 0.0)[len(node.args) - 9 :])
+    return Attention(float(scale), int(window), float(soft_cap))  # type: ignore[arg-type]
+
+
+def lower(
+    graph_module: GraphModule,
+    segments: list[Segment],
+    geometry: tuple[KVGeometry, ...],
+    *,
+    dtype: torch.dtype,
+    block_size: int,
+    directory: Path,
+    on_progress: Callable[[str], None] = lambda _: None,
+) -> EngineProgram:
+    """Compile `segments` into `directory`. Raises `BuildError` naming the segment that Inductor refuses."""
+    attentions = [attention_of(node) for segment in segments for node in segment.attention()]
+    windows = tuple(sorted({a.window for a in attentions}))
+    use_tiles = dtype != torch.float32 and not any(a.soft_cap for a in attentions)
+    lowering = _Lowering(graph_module, geometry, dtype, block_size, use_tiles)
+    classes: dict[Hashable, _Library] = {}
+    programs = []
+    store = _WeightStore()
+    for segment in segments:
+        if not segment.nodes:
+            continue
+        signature = segment.signature(graph_module)
+        if signature not in classes:
+            library_name = segment.name.replace(".", "_")
+            on_progress(f"compiling {segment.name}")
+            classes[signature] = lowering.compile(segment, directory / f"{library_name}.so")
+        library = classes[signature]
+        programs.append(
+            SegmentProgram(
+                library=library.path.name,
+                weights={c: store.add(library.constant(c, graph_module, segment)) for c in library.recipes},
+                inputs=tuple(node.name for node in segment.inputs),
+                outputs=tuple(node.name for node in segment.outputs),
+                windows=tuple(attention_of(node).window for node in segment.attention()),
+            )
+        )
+    save_file(store.tensors, directory / WEIGHTS_FILE)
+    program = EngineProgram(
+        dtype=str(dtype).removeprefix("torch."),
+        block_size=block_size,
+        use_tiles=use_tiles,
+        windows=windows,
+        kv_heads=tuple(g.num_heads for g in geometry),
+        head_dims=tuple(g.head_dim for g in geometry),
+        segments=tuple(programs),
+    )
+    (directory / ENGINE_FILE).write_text(json.dumps(program.to_json(), indent=1) + "\n")
+    return program
+
+
+class _WeightStore:
+    """Tensors by name, each content once."""
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, Tensor] = {}
+        self._names: dict[Hashable, str] = {}
+
+    def add(self, named: tuple[Hashable, Tensor]) -> str:
+        key, tensor = named
+        if key not in self._names:
+            name = f"w{len(self.tensors)}"
+            self._names[key] = name
+            self.tensors[name] = tensor.contiguous().clone()
+        return self._names[key]
+
+
+Recipe = tuple[int, str, Callable[[Tensor], Tensor]]  # weight index, name of the layout, how to make it
+
+
+@dataclass(frozen=True)
+class _Library:
+    """A compiled class and how each of its constants is made from a member's weights (or is the same for all)."""
+
+    path: Path
+    recipes: dict[str, Recipe | Tensor]
+
+    def constant(self, name: str, graph_module: GraphModule, segment: Segment) -> tuple[Hashable, Tensor]:
+        recipe = self.recipes[name]
+        if isinstance(recipe, Tensor):
+            return (self.path.name, name), recipe
+        index, layout, make = recipe
+        weight = get_weight(graph_module, segment.weights[index])
+        return (weight.data_ptr(), tuple(weight.shape), layout), make(weight)
+
+
+class _Lowering:
+    def __init__(
+        self,
+        graph_module: GraphModule,
+        geometry: tuple[KVGeometry, ...],
+        dtype: torch.dtype,
+        block_size: int,
+        use_tiles: bool,
+    ) -> None:
+        self._graph_module = graph_module
+        self._geometry = geometry
+        self._dtype = dtype
+        self._block_size = block_size
+        self._use_tiles = use_tiles
+
+    def compile(self, segment: Segment, path: Path) -> _Library:
+        module = SegmentModule(self._graph_module, segment, self._attention)
+        inputs, input_shapes = self._example_inputs(segment)
+        extras, extra_shapes = self._example_extras(segment)
+        try:
+            with torch.no_grad():
+                program = torch.export.export(
+                    module, (inputs, extras), dynamic_shapes=(input_shapes, extra_shapes), strict=False
+                )
+                files = torch._inductor.aot_compile(
+                    program.module(check_guards=False), (inputs, extras), options=dict(_INDUCTOR_OPTIONS)
+                )
+        except Exception as error:
+            raise BuildError(f"Inductor refused {segment.name}: {_first_line(error)}") from error
+        (library,) = [f for f in files if isinstance(f, str) and f.endswith(".so")]
+        shutil.copyfile(library, path)
+        constants = next((f for f in files if not isinstance(f, str)), {})
+        weights = [get_weight(self._graph_module, name) for name in segment.weights]
+        return _Library(path, {name: _recipe(value, weights) for name, (value, _) in constants.items()})
+
+    def _attention(self, node: Node, values: dict[Node, Any], extras: tuple[Tensor, ...]) -> Tensor:
+        """The operator in the form this target compiles; caches are written in place."""
+        query, key, value, k_cache, v_cache = (values[a] for a in node.args[:5])
+        positions, slot_page, slot_offset, output_index, *lists = extras
+        attention = attention_of(node)
+        write_kv((slot_page, slot_offset), key, value, k_cache, v_cache)
+        return attend(
+            query, k_cache, v_cache, positions[0], WorkList(*lists), output_index,
+            attention.scale, attention.window, attention.soft_cap, self._use_tiles,
+        )  # fmt: skip
+
+    def _example_inputs(self, segment: Segment) -> tuple[list[Tensor], list[dict[int, Any]]]:
+        tensors, shapes = [], []
+        for node in segment.inputs:
+            fake = node.meta["val"]
+            if node.name.startswith(("k_caches_", "v_caches_")):
+                shape = self._page_shape(node.name)
+                tensors.append(torch.zeros(shape, dtype=self._dtype))
+                shapes.append({0: Dim.AUTO})
+                continue
+            sizes = [s if isinstance(s, int) else s.node.hint for s in fake.shape]
+            tensors.append(torch.zeros(sizes, dtype=fake.dtype))
+            shapes.append({i: Dim.AUTO for i, s in enumerate(fake.shape) if not isinstance(s, int)})
+        return tensors, shapes
+
+    def _page_shape(self, name: str) -> tuple[int, ...]:
+        kind, _, layer = name.partition("_caches_")
+        g = self._geometry[int(layer)]
+        if kind == "k":
+            return (11, g.num_heads, g.head_dim, self._block_size)
+        return (11, g.num_heads, self._block_size, g.head_dim)
+
+    def _example_extras(self, segment: Segment) -> tuple[list[Tensor], list[dict[int, Any]]]:
+        if not any(segment.attention()):
+            return [], []
+        tokens = 7
+        sizes: dict[str, tuple[int, ...]] = {
+            "positions": (1, tokens), "slot_page": (tokens,), "slot_offset": (tokens,), "output_index": (tokens,),
+            "item_query": (_ITEMS,), "item_page": (_ITEMS,), "item_start": (_ITEMS,),
+            "row_items": (_ROWS, _ITEMS_PER_ROW),
+            "tile_query": (_TILES, TILE), "tile_page": (_TILES, _TILE_PAGES), "tile_start": (_TILES,),
+        }  # fmt: skip
+        names = ("positions", "slot_page", "slot_offset", "output_index", *WORK_LIST_FIELDS)
+        tensors = [torch.zeros(sizes[name], dtype=torch.long) for name in names]
+        static = {("positions", 0), ("tile_query", 1)}
+        shapes = [{d: Dim.AUTO for d in range(len(sizes[n])) if (n, d) not in static} for n in names]
+        return tensors, shapes
+
+
+def _recipe(constant: Tensor, weights: list[Tensor]) -> Recipe | Tensor:
+    """How `constant` is made from one of `weights`; itself if from none (it then depends on no weight).
+
+    Layouts are found by content, so a wrong guess cannot pass: the candidate must equal the constant bit for bit.
+    """
+    for index, weight in enumerate(weights):
+        if weight.dtype != constant.dtype:
+            continue
+        for name, make in _layouts(weight, constant):
+            made = make(weight)
+            if made.shape == constant.shape and torch.equal(made, constant):
+                return index, name, make
+    return constant
+
+
+def _layouts(weight: Tensor, constant: Tensor) -> list[tuple[str, Callable[[Tensor], Tensor]]]:
+    """Candidate layouts of `weight` `[N, K]` that have the shape of `constant`."""
+    layouts: list[tuple[str, Callable[[Tensor], Tensor]]] = [("plain", lambda w: w)]
+    if weight.dim() != 2:
+        return layouts
+    layouts.append(("transposed", lambda w: w.t().contiguous()))
+    if constant.dim() >= 3 and constant.numel() >= weight.numel():
+        blocks, width = constant.shape[0], constant.shape[-1]
+        layouts.append((f"blocked{tuple(constant.shape)}", lambda w: _blocked(w, blocks, width, 1)))
+        layouts.append((f"vnni{tuple(constant.shape)}", lambda w: _blocked(w, blocks, width, 2)))
+    return layouts
+
+
+def _blocked(weight: Tensor, blocks: int, width: int, vnni: int) -> Tensor:
+    """[N, K] -> [blocks, K, width]: columns of the transposed weight in blocks, rows interleaved by `vnni` (AMX, bf16)."""
+    n, k = weight.shape
+    padded = torch.nn.functional.pad(weight.t(), (0, blocks * width - n)) if blocks * width >= n else weight.t()
+    if blocks * width != padded.shape[1]:
+        return padded
+    blocked = padded.reshape(k, blocks, width).transpose(0, 1).contiguous()
+    if vnni > 1 and k % vnni == 0:
+        blocked = blocked.view(blocks, k // vnni, vnni, width).transpose(2, 3).reshape(blocks, k, width)
+    return blocked.contiguous()
+
+
+def _first_line(error: Exception) -> str:
+    text = str(error).strip()
+    return text.splitlines()[0] if text else type(error).__name__

@@ -1,0 +1,185 @@
+"""The CPU engine: what `engine.json` says, and the one owner of Inductor's ahead-of-time runner.
+
+An engine is a list of segments that read and write named values. Names of a step's inputs: `input_ids`, `positions`
+`[1, T]`, `logits_rows` `[N]`, `k_caches_<layer>`, `v_caches_<layer>`; segments that attend take the step's work
+lists besides. The last segment writes the logits.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from ..errors import BundleError
+from .paged_attention_cpu import WORK_LIST_FIELDS, PackedWork, pack_work
+
+ENGINE_FILE = "engine.json"
+WEIGHTS_FILE = "weights.safetensors"
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentProgram:
+    """One run of a library: `weights` maps its constants to tensors of the weights file."""
+
+    library: str
+    weights: Mapping[str, str]
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    windows: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineProgram:
+    """What `engine.json` holds. `kv_heads` and `head_dims` are per layer."""
+
+    dtype: str
+    block_size: int
+    use_tiles: bool
+    windows: tuple[int, ...]
+    kv_heads: tuple[int, ...]
+    head_dims: tuple[int, ...]
+    segments: tuple[SegmentProgram, ...]
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of the K/V of `block_size` tokens in all layers."""
+        item = torch.empty((), dtype=getattr(torch, self.dtype)).element_size()
+        heads = zip(self.kv_heads, self.head_dims, strict=True)
+        return 2 * item * self.block_size * sum(h * d for h, d in heads)
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def read(cls, directory: Path) -> EngineProgram:
+        """Raises `BundleError` when `engine.json` is missing or not what this version writes."""
+        path = directory / ENGINE_FILE
+        try:
+            data = json.loads(path.read_text())
+            segments = tuple(
+                SegmentProgram(
+                    s["library"], s["weights"], tuple(s["inputs"]), tuple(s["outputs"]), tuple(s["windows"])
+                )
+                for s in data.pop("segments")
+            )
+            lists = {name: tuple(data.pop(name)) for name in ("windows", "kv_heads", "head_dims")}
+            return cls(**data, **lists, segments=segments)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise BundleError(f"{path}: not a readable CPU engine ({error}); build the bundle again") from error
+
+
+@dataclass(frozen=True, slots=True)
+class _Loaded:
+    runner: Any
+    program: SegmentProgram
+
+
+class CpuEngine:
+    """A loaded engine with its KV pages: `num_blocks` usable ones and one that is never written.
+
+    Not thread-safe. Memory: weights are copied once from the file into huge pages, K/V are allocated here.
+    """
+
+    def __init__(self, directory: Path, *, num_blocks: int) -> None:
+        self.program = program = EngineProgram.read(directory)
+        dtype = getattr(torch, program.dtype)
+        # Linux hands out AMX tile registers on request only; a bf16 GEMM dies of an illegal instruction without it.
+        torch.cpu._init_amx()
+        # The libraries point into these tensors without owning them.
+        self._weights = _load_weights(directory / WEIGHTS_FILE)
+        self._segments = [_load(directory, segment, self._weights) for segment in program.segments]
+        self._padding_page = num_blocks
+        size = program.block_size
+        self._values: dict[str, Tensor] = {}
+        for layer, (heads, dim) in enumerate(zip(program.kv_heads, program.head_dims, strict=True)):
+            self._values[f"k_caches_{layer}"] = torch.zeros(num_blocks + 1, heads, dim, size, dtype=dtype)
+            self._values[f"v_caches_{layer}"] = torch.zeros(num_blocks + 1, heads, size, dim, dtype=dtype)
+
+    def run(
+        self,
+        input_ids: np.ndarray,  # [T]
+        positions: np.ndarray,  # [T]
+        block_table: np.ndarray,  # [B, M]
+        seq_lens: np.ndarray,  # [B]
+        query_start_loc: np.ndarray,  # [B + 1]
+        logits_rows: np.ndarray,  # [N]
+    ) -> Tensor:
+        """One step: logits `[N, vocab]` float32."""
+        program = self.program
+        work = pack_work(
+            block_table,
+            seq_lens,
+            query_start_loc,
+            block_size=program.block_size,
+            padding_page=self._padding_page,
+            windows=program.windows,
+            use_tiles=program.use_tiles,
+        )
+        values = dict(self._values)
+        values["input_ids"] = torch.from_numpy(input_ids)[None]
+        values["positions"] = torch.from_numpy(positions)[None]
+        values["logits_rows"] = torch.from_numpy(logits_rows)
+        extras = self._extras(work, values["positions"])
+        results: list[Tensor] = []
+        for loaded in self._segments:
+            segment = loaded.program
+            inputs = [values[name] for name in segment.inputs]
+            for window in segment.windows:
+                inputs += extras[window]
+            results = loaded.runner.run(inputs)
+            values.update(zip(segment.outputs, results, strict=True))
+        return results[0]
+
+    def copy_blocks(self, pairs: np.ndarray) -> None:
+        """Copy pages `[C, 2]` (source, destination) in all layers."""
+        source, destination = torch.from_numpy(pairs[:, 0].copy()), torch.from_numpy(pairs[:, 1].copy())
+        for cache in self._values.values():
+            cache[destination] = cache[source]
+
+    def _extras(self, work: PackedWork, positions: Tensor) -> dict[int, list[Tensor]]:
+        """Per window, what an attending segment takes after its inputs."""
+        shared = [positions, *(torch.from_numpy(a) for a in (work.slot_page, work.slot_offset, work.output_index))]
+        assert all(len(arrays) == len(WORK_LIST_FIELDS) for arrays in work.lists)
+        return {
+            window: [*shared, *(torch.from_numpy(a) for a in arrays)]
+            for window, arrays in zip(self.program.windows, work.lists, strict=True)
+        }
+
+
+def _load(directory: Path, segment: SegmentProgram, weights: Mapping[str, Tensor]) -> _Loaded:
+    path = directory / segment.library
+    try:
+        runner = torch._C._aoti.AOTIModelContainerRunnerCpu(str(path), 1)  # type: ignore[attr-defined]
+        constants = {name: weights[key] for name, key in segment.weights.items()}
+        if constants:
+            runner.update_constant_buffer(constants, False, True, True)
+    except (RuntimeError, KeyError) as error:
+        raise BundleError(f"{path}: cannot be loaded ({error}); build the bundle again") from error
+    return _Loaded(runner, segment)
+
+
+def _load_weights(path: Path) -> dict[str, Tensor]:
+    """All tensors of `path` in one anonymous mapping with huge pages (up to 40% more read bandwidth than 4 KiB pages)."""
+    align = 64
+    with safe_open(path, framework="pt") as file:
+        mapped = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        total = sum(-(-t.nbytes // align) * align for t in mapped.values())
+        arena = mmap.mmap(-1, max(total, mmap.PAGESIZE), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            arena.madvise(mmap.MADV_HUGEPAGE)
+        buffer = torch.frombuffer(arena, dtype=torch.uint8)
+        weights, offset = {}, 0
+        for name, tensor in mapped.items():
+            view = buffer[offset : offset + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            weights[name] = view.copy_(tensor)
+            offset += -(-tensor.nbytes // align) * align
+    return weights

@@ -1,0 +1,235 @@
+"""The loop of a batch job: keeps the engine full, turns what it returns into records."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from hashlib import blake2b
+
+from ...errors import EngineError, PeltonError, RequestError
+from ..engine import Engine
+from ..outputs import Delta
+from ..protocol import ApiContext, Call, Reply, error_reply, parse_call
+from ..request import Request
+from .lines import RawLine, as_object, parse_line
+from .progress import JobProgress
+from .records import RecordKey, answer_record, error_record
+from .results import DoneLines, ResultWriter
+
+# Lines looked at between two steps, so that a row of bad or done ones stalls nothing.
+_MAX_LINES_PER_STEP = 256
+_PROGRESS_INTERVAL_S = 0.1
+
+OnProgress = Callable[[JobProgress], None]
+
+
+@dataclass(frozen=True, slots=True)
+class RunSettings:
+    """`created` goes into every answer; `job_id` decides the seeds of requests that have none.
+
+    `max_in_flight` bounds the choices admitted but not done; a line is admitted while fewer are in flight.
+    `max_failures` lines that fail in a row inside the engine are too many: it is broken, not they.
+    """
+
+    job_id: str
+    created: int
+    model_names: tuple[str, ...]
+    max_in_flight: int
+    max_failures: int
+
+
+@dataclass(slots=True)
+class _InFlight:
+    key: RecordKey
+    custom_id: str
+    requests: tuple[Request, ...]
+    reply: Reply
+
+    @property
+    def num_choices(self) -> int:
+        return sum(request.params.n for request in self.requests)
+
+
+class JobRun:
+    """One pass over the input that answers the lines not in `done`."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        lines: Iterator[RawLine],
+        writer: ResultWriter,
+        done: DoneLines,
+        start: JobProgress,
+        settings: RunSettings,
+        clock: Callable[[], float],
+    ) -> None:
+        self._engine = engine
+        self._lines = lines
+        self._writer = writer
+        self._done = done
+        self._start = start
+        self._settings = settings
+        self._clock = clock
+        self._context = ApiContext(engine.tokenizer, engine.limits, settings.model_names)
+        self._in_flight: dict[str, _InFlight] = {}  # by request id
+        self._num_in_flight = 0
+        self._is_input_read = False
+        self._records: list[bytes] = []
+        self._failures: list[tuple[int, bytes]] = []  # line and record, held until the engine answers another
+        self._num_errors = start.num_errors
+        self._num_prompt_tokens = self._num_cached_tokens = self._num_output_tokens = 0
+        self._started = self._reported = clock()
+
+    def drive(self, on_progress: OnProgress | None, should_stop: Callable[[], bool]) -> None:
+        """Run to the end of the input, or until `should_stop()`; nothing is in flight on return.
+
+        An exception of the engine itself ends the run where it is; what is in flight runs again next time.
+        """
+        while not should_stop():
+            self._fill()
+            if self._in_flight:
+                self._step()
+            self._write()
+            if on_progress is not None and self._clock() - self._reported >= _PROGRESS_INTERVAL_S:
+                self._reported = self._clock()
+                on_progress(self.progress())
+            if self._is_input_read and not self._in_flight:
+                self._keep_failures(self._failures)
+                self._write()
+                break
+        self._abort_all()
+        if on_progress is not None:
+            on_progress(self.progress())
+
+    def progress(self) -> JobProgress:
+        return replace(
+            self._start,
+            num_done=self._done.count,
+            num_errors=self._num_errors,
+            num_in_flight=self._num_in_flight,
+            num_prompt_tokens=self._num_prompt_tokens,
+            num_cached_tokens=self._num_cached_tokens,
+            num_output_tokens=self._num_output_tokens,
+            elapsed_s=self._clock() - self._started,
+        )
+
+    def _write(self) -> None:
+        self._writer.append(self._records)
+        self._records.clear()
+        self._writer.sync_if_due()
+
+    def _fill(self) -> None:
+        for _ in range(_MAX_LINES_PER_STEP):
+            if self._is_input_read or self._num_in_flight >= self._settings.max_in_flight:
+                return
+            line = next(self._lines, None)
+            if line is None:
+                self._is_input_read = True
+            elif not line.is_blank and line.number not in self._done:
+                self._start_line(line)
+
+    def _start_line(self, line: RawLine) -> None:
+        key = RecordKey(self._settings.job_id, line.number)
+        try:
+            parsed = parse_line(line)
+            call = parse_call(parsed.url, parsed.body, self._context, key.call_id)
+            requests = self._with_seeds(call, line.number)
+            self._admit(requests)
+        except PeltonError as error:
+            custom_id = (as_object(line) or {}).get("custom_id")
+            self._write_error(key, custom_id if isinstance(custom_id, str) else None, error)
+            return
+        reply = Reply(replace(call, requests=requests), self._context, self._settings.created)
+        item = _InFlight(key, parsed.custom_id, requests, reply)
+        self._in_flight.update((request.request_id, item) for request in requests)
+        self._num_in_flight += item.num_choices
+
+    def _with_seeds(self, call: Call, line: int) -> tuple[Request, ...]:
+        return tuple(
+            request
+            if request.params.seed is not None
+            else replace(request, params=replace(request.params, seed=self._seed_of(line, index)))
+            for index, request in enumerate(call.requests)
+        )
+
+    def _seed_of(self, line: int, index: int) -> int:
+        text = f"{self._settings.job_id} {line} {index}"
+        return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little")
+
+    def _admit(self, requests: tuple[Request, ...]) -> None:
+        """All of a line's requests or none."""
+        for position, request in enumerate(requests):
+            try:
+                self._engine.admit(request)
+            except PeltonError:
+                for admitted in requests[:position]:
+                    self._engine.abort(admitted.request_id)
+                raise
+
+    def _step(self) -> None:
+        if not self._engine.has_work:
+            lines = sorted({item.key.line for item in self._in_flight.values()})
+            raise EngineError(f"the engine is idle but has not answered lines {lines}")
+        for delta in self._engine.step():
+            self._take(delta)
+
+    def _take(self, delta: Delta) -> None:
+        self._num_output_tokens += len(delta.token_ids)
+        if delta.finish_reason is not None and delta.index == 0:
+            self._num_prompt_tokens += delta.num_prompt_tokens
+            self._num_cached_tokens += delta.num_cached_tokens
+        item = self._in_flight.get(delta.request_id)
+        if item is None:  # aborted: another choice of its line failed
+            return
+        item.reply.feed(delta)
+        error = item.reply.error
+        if error is not None:
+            self._write_error(item.key, item.custom_id, error)
+        elif item.reply.is_done:
+            self._write_answer(item)
+        else:
+            return
+        self._num_in_flight -= item.num_choices
+        for request in item.requests:
+            del self._in_flight[request.request_id]
+            if error is not None:
+                self._engine.abort(request.request_id)
+
+    def _write_answer(self, item: _InFlight) -> None:
+        body = item.reply.body()
+        usage = body.get("usage")
+        if isinstance(usage, dict):
+            # How much of a prompt was cached depends on what ran before: it would make a resumed run differ.
+            usage.pop("prompt_tokens_details", None)
+        self._keep_failures(self._failures)
+        self._done.add(item.key.line)
+        self._records.append(answer_record(item.key, item.custom_id, body))
+
+    def _write_error(self, key: RecordKey, custom_id: str | None, error: PeltonError) -> None:
+        """A line's own fault is written at once, one of the engine when it has answered another line."""
+        status, body = error_reply(error)
+        failure = (key.line, error_record(key, custom_id, status, body))
+        if isinstance(error, RequestError):
+            self._keep_failures([failure])
+            return
+        self._failures.append(failure)
+        if len(self._failures) >= self._settings.max_failures:
+            raise EngineError(
+                f"{len(self._failures)} lines in a row failed inside the engine, the last (line {key.line}) "
+                f"with: {error}. They are not written; once that is mended, run the same command again"
+            ) from error
+
+    def _keep_failures(self, failures: list[tuple[int, bytes]]) -> None:
+        for line, record in failures:
+            self._done.add(line)
+            self._records.append(record)
+        self._num_errors += len(failures)
+        failures.clear()
+
+    def _abort_all(self) -> None:
+        for request_id in self._in_flight:
+            self._engine.abort(request_id)
+        self._in_flight.clear()
+        self._num_in_flight = 0
+        while self._engine.has_work:
+            self._engine.step()

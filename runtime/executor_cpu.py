@@ -1,0 +1,76 @@
+"""Runs the CPU engine of a bundle; the only runtime file that knows torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from ..compile.bundle import Manifest
+from ..errors import ConfigError
+from ..plugins_trt.cpu_engine import CpuEngine, EngineProgram
+from .executor import ExecutorLimits, StepOutput
+from .inputs import StepInputs
+
+
+class CpuExecutor:
+    """`Executor` on PyTorch Inductor libraries.
+
+    KV memory is `kv_cache_bytes`, or what the bundle was built for: as many whole blocks as fit.
+    Raises `ConfigError` when that is less than one block.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        manifest: Manifest,
+        *,
+        kv_cache_bytes: int | None = None,
+        num_threads: int | None = None,
+    ) -> None:
+        if num_threads is not None:
+            torch.set_num_threads(num_threads)
+        limits = manifest.limits
+        block_bytes = EngineProgram.read(directory).block_bytes
+        available = limits.kv_cache_bytes if kv_cache_bytes is None else kv_cache_bytes
+        num_blocks = available // block_bytes
+        if num_blocks < 1:
+            raise ConfigError(f"kv_cache_memory: {available} bytes hold no block of {block_bytes} bytes; raise it")
+        self._engine = CpuEngine(directory, num_blocks=num_blocks)
+        self._limits = ExecutorLimits(
+            max_model_len=limits.max_model_len,
+            max_batch_size=limits.max_batch_size,
+            max_step_tokens=limits.max_step_tokens,
+            block_size=limits.block_size,
+            num_blocks=num_blocks,
+            vocab_size=manifest.model.vocab_size,
+        )
+
+    @property
+    def limits(self) -> ExecutorLimits:
+        return self._limits
+
+    def execute(self, inputs: StepInputs) -> StepOutput:
+        if len(inputs.block_copies):
+            self._engine.copy_blocks(inputs.block_copies)
+        if not len(inputs.logits_rows):
+            # A library cannot take an empty list of rows; one row's logits are made and dropped.
+            self._run(inputs, np.zeros(1, np.int64))
+            return StepOutput(np.empty((0, self._limits.vocab_size), np.float32))
+        return StepOutput(self._run(inputs, inputs.logits_rows))
+
+    def close(self) -> None:
+        """Nothing to do: memory goes with the object."""
+
+    def _run(self, inputs: StepInputs, rows: np.ndarray) -> np.ndarray:
+        with torch.inference_mode():
+            logits = self._engine.run(
+                inputs.input_ids,
+                inputs.positions,
+                inputs.block_table,
+                inputs.seq_lens,
+                inputs.query_start_loc,
+                rows,
+            )
+        return logits.numpy()

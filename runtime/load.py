@@ -1,0 +1,42 @@
+"""A bundle on disk -> a running engine."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+from ..compile.bundle import HostFacts, check_bundle, read_manifest
+from ..errors import BundleError
+from .engine import Engine, EngineConfig
+from .tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
+
+
+def load_engine(path: str | Path, config: EngineConfig | None = None, *, name: str | None = None) -> Engine:
+    """Check the bundle at `path` against this machine, then load it.
+
+    Raises `BundleError` (built with X, found Z, rebuild with ...) before the engine is touched, `ConfigError`
+    when `config` cannot work with it.
+    """
+    config = config or EngineConfig()
+    directory = Path(path)
+    manifest = read_manifest(directory)
+    check_bundle(manifest, directory, HostFacts.detect())
+    if manifest.target != "cpu":
+        raise BundleError(f"{directory}: built for target {manifest.target!r}, which this version cannot run")
+    tokenizer = Tokenizer.from_directory(directory)
+    # torch takes a second to import: everything that can be refused has been by now.
+    from .executor_cpu import CpuExecutor
+
+    executor = CpuExecutor(
+        directory, manifest, kv_cache_bytes=config.kv_cache_bytes, num_threads=config.num_threads
+    )
+    limits = executor.limits
+    if limits.num_blocks * limits.block_size < limits.max_model_len:
+        log.warning(
+            "the KV cache holds %d tokens, fewer than max_model_len %d: longer requests are refused",
+            limits.num_blocks * limits.block_size,
+            limits.max_model_len,
+        )
+    return Engine(executor, tokenizer, config, name=name or directory.resolve().name)

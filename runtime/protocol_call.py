@@ -1,0 +1,351 @@
+"""One API call, parsed: the engine requests it stands for and what its answer must show."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from ..errors import RequestError
+from .protocol_fields import Body, ChatBody, CompletionBody, read_body
+from .protocol_params import sampling_params
+from .protocol_prompt import (
+    Prompt,
+    check_token_ids,
+    encode_messages,
+    num_message_chars,
+    read_messages,
+    read_prompts,
+)
+from .request import MAX_NUM_LOGPROBS, Request, SamplingParams
+
+if TYPE_CHECKING:
+    from .executor import ExecutorLimits
+    from .tokenizer import Tokenizer
+
+COMPLETIONS = "/v1/completions"
+CHAT_COMPLETIONS = "/v1/chat/completions"
+
+MAX_NUM_CALL_CHOICES = 2048
+MAX_NUM_PROMPT_LOGPROBS = 2**20
+"""Bound on the log-probabilities of a call's prompts: each takes some 100 bytes until it is answered."""
+
+DEFAULT_COMPLETION_TOKENS = 16
+
+
+@dataclass(frozen=True)
+class ApiContext:
+    """What a call is parsed and answered with. The first of `model_names` serves calls that name no model."""
+
+    tokenizer: Tokenizer
+    limits: ExecutorLimits
+    model_names: tuple[str, ...]
+
+    @cached_property
+    def vocab_size(self) -> int:
+        """Ids below this are tokens: a model's padded vocabulary has rows that no text maps to."""
+        return min(self.tokenizer.vocab_size, self.limits.vocab_size)
+
+    @cached_property
+    def max_prompt_chars(self) -> int:
+        """No text above this fits the context, whatever its tokens: known without tokenising it."""
+        longest = max(len(self.tokenizer.token_bytes(token_id)) for token_id in range(self.vocab_size))
+        return self.limits.max_model_len * longest
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """`requests` has one entry per prompt, each with n choices; choice c of request r has index `r * n + c`.
+
+    `prompt_texts` is filled when `echo` is asked for. `num_truncated_tokens` tells for each prompt how many
+    tokens `truncate_prompt_tokens` cut off its front.
+    """
+
+    endpoint: str
+    call_id: str
+    model: str
+    requests: tuple[Request, ...]
+    stream: bool = False
+    include_usage: bool = False
+    continuous_usage: bool = False
+    echo: bool = False
+    num_logprobs: int | None = None
+    num_prompt_logprobs: int | None = None
+    prompt_texts: tuple[str, ...] = ()
+    num_truncated_tokens: tuple[int, ...] = ()
+
+    @property
+    def is_chat(self) -> bool:
+        return self.endpoint == CHAT_COMPLETIONS
+
+    @property
+    def has_logprobs(self) -> bool:
+        return self.num_logprobs is not None or self.num_prompt_logprobs is not None
+
+    @property
+    def num_choices_per_prompt(self) -> int:
+        return self.requests[0].params.n
+
+    @property
+    def num_choices(self) -> int:
+        return len(self.requests) * self.num_choices_per_prompt
+
+
+def parse_call(endpoint: str, body: Mapping[str, object], context: ApiContext, call_id: str) -> Call:
+    """Validate `body` and tokenise its prompts. CPU-bound for long prompts.
+
+    Engine request ids are `call_id` with the prompt's number. Raises `RequestError` naming the field.
+    """
+    if endpoint == COMPLETIONS:
+        return _parse_completion(read_body(CompletionBody, body), context, call_id)
+    if endpoint == CHAT_COMPLETIONS:
+        return _parse_chat(read_body(ChatBody, body), context, call_id)
+    raise RequestError(f"no endpoint {endpoint!r}; use {COMPLETIONS} or {CHAT_COMPLETIONS}", field="url")
+
+
+def _parse_completion(body: CompletionBody, context: ApiContext, call_id: str) -> Call:
+    if body.best_of not in (None, body.n):
+        raise RequestError(f"best_of must equal n ({body.n}): no candidates are ranked", field="best_of")
+    _check_call(body, context)
+    prompts = read_prompts(body.prompt)
+    prompt_logprobs = body.prompt_logprobs
+    if body.echo and body.logprobs is not None:
+        prompt_logprobs = max(body.logprobs, prompt_logprobs or 0)
+    params = sampling_params(
+        body,
+        context.vocab_size,
+        max_tokens=DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens,
+        logprobs=body.logprobs,
+        prompt_logprobs=prompt_logprobs,
+    )
+    if params.max_tokens == 0 and not body.echo and body.prompt_logprobs is None:
+        raise RequestError(
+            "max_tokens 0 scores a prompt: ask for echo or prompt_logprobs", field="max_tokens"
+        )
+    if params.n * len(prompts) > MAX_NUM_CALL_CHOICES:
+        raise RequestError(
+            f"n ({params.n}) times the number of prompts ({len(prompts)}) is above {MAX_NUM_CALL_CHOICES}; "
+            "send several calls",
+            field="n",
+        )
+    limit_field = None if body.max_tokens is None else "max_tokens"
+    requests, texts, cuts = [], [], []
+    for index, prompt in enumerate(prompts):
+        field = "prompt" if len(prompts) == 1 else f"prompt[{index}]"
+        token_ids, cut = _encode_prompt(prompt, body, params, context, field)
+        request = _request(f"{call_id}-{index}", token_ids, params, body, context, field, limit_field)
+        requests.append(request)
+        cuts.append(cut)
+        if body.echo:
+            texts.append(prompt if isinstance(prompt, str) and not cut else _decode(request, context))
+    _check_prompt_logprobs(requests, "logprobs" if body.prompt_logprobs is None else "prompt_logprobs")
+    return Call(
+        endpoint=COMPLETIONS,
+        call_id=call_id,
+        model=body.model or context.model_names[0],
+        requests=tuple(requests),
+        stream=body.stream,
+        include_usage=_includes_usage(body),
+        continuous_usage=_has_continuous_usage(body),
+        echo=body.echo,
+        num_logprobs=body.logprobs,
+        num_prompt_logprobs=body.prompt_logprobs,
+        prompt_texts=tuple(texts),
+        num_truncated_tokens=tuple(cuts),
+    )
+
+
+def _parse_chat(body: ChatBody, context: ApiContext, call_id: str) -> Call:
+    _check_chat_options(body)
+    _check_call(body, context)
+    limit_field, max_tokens = _chat_limit(body)
+    num_logprobs = (body.top_logprobs or 0) if body.logprobs else None
+    params = sampling_params(
+        body,
+        context.vocab_size,
+        max_tokens=max_tokens,
+        logprobs=num_logprobs,
+        prompt_logprobs=body.prompt_logprobs,
+    )
+    messages = read_messages(body.messages)
+    if body.truncate_prompt_tokens is None:
+        _check_num_chars(num_message_chars(messages), context, "messages")
+    token_ids = encode_messages(
+        context.tokenizer,
+        messages,
+        add_generation_prompt=body.add_generation_prompt,
+        continue_final_message=body.continue_final_message,
+        template_kwargs=body.chat_template_kwargs,
+    )
+    token_ids, cut = _truncate(token_ids, body, params, context)
+    request = _request(f"{call_id}-0", token_ids, params, body, context, "messages", limit_field)
+    _check_prompt_logprobs([request], "prompt_logprobs")
+    return Call(
+        endpoint=CHAT_COMPLETIONS,
+        call_id=call_id,
+        model=body.model or context.model_names[0],
+        requests=(request,),
+        stream=body.stream,
+        include_usage=_includes_usage(body),
+        continuous_usage=_has_continuous_usage(body),
+        num_logprobs=num_logprobs,
+        num_prompt_logprobs=body.prompt_logprobs,
+        num_truncated_tokens=(cut,),
+    )
+
+
+def _chat_limit(body: ChatBody) -> tuple[str, int | None]:
+    """The field that bounds the output, as the client named it, and its value (None: up to the context)."""
+    limits = {value for value in (body.max_tokens, body.max_completion_tokens) if value is not None}
+    if len(limits) > 1:
+        raise RequestError(
+            "max_tokens and max_completion_tokens differ; send one of them", field="max_completion_tokens"
+        )
+    field = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
+    limit = max(limits, default=None)
+    if limit is not None and (limit < 0 or (limit == 0 and body.prompt_logprobs is None)):
+        raise RequestError(
+            f"{field} must be at least 1, got {limit} (0 only with prompt_logprobs)", field=field
+        )
+    return field, limit
+
+
+def _check_chat_options(body: ChatBody) -> None:
+    if body.top_logprobs is not None:
+        if not body.logprobs:
+            raise RequestError("top_logprobs needs logprobs: true", field="top_logprobs")
+        if not 0 <= body.top_logprobs <= MAX_NUM_LOGPROBS:
+            raise RequestError(
+                f"top_logprobs must be between 0 and {MAX_NUM_LOGPROBS}, got {body.top_logprobs}",
+                field="top_logprobs",
+            )
+    if body.response_format not in (None, {"type": "text"}):
+        raise RequestError(
+            'response_format: only {"type": "text"} is supported',
+            field="response_format",
+            code="unsupported_value",
+        )
+    if body.tool_choice not in (None, "none"):
+        raise RequestError(
+            "tool_choice: tools are not supported", field="tool_choice", code="unsupported_value"
+        )
+
+
+def _check_call(body: Body, context: ApiContext) -> None:
+    if body.model is not None and body.model not in context.model_names:
+        raise RequestError(
+            f"the model {body.model[:128]!r} is not served here; there is {', '.join(context.model_names)}",
+            field="model",
+            code="model_not_found",
+        )
+    if body.stream_options is not None and not body.stream:
+        raise RequestError("stream_options needs stream: true", field="stream_options")
+    if body.stream and body.prompt_logprobs is not None:
+        raise RequestError("prompt_logprobs cannot be streamed; set stream: false", field="prompt_logprobs")
+
+
+def _has_continuous_usage(body: Body) -> bool:
+    return body.stream_options is not None and bool(body.stream_options.continuous_usage_stats)
+
+
+def _includes_usage(body: Body) -> bool:
+    return body.stream_options is not None and bool(body.stream_options.include_usage)
+
+
+def _encode_prompt(
+    prompt: Prompt, body: CompletionBody, params: SamplingParams, context: ApiContext, field: str
+) -> tuple[list[int], int]:
+    if isinstance(prompt, str):
+        if body.truncate_prompt_tokens is None:
+            _check_num_chars(len(prompt), context, field)
+        token_ids = context.tokenizer.encode(prompt, add_special_tokens=body.add_special_tokens)
+    else:
+        token_ids = prompt
+    token_ids, cut = _truncate(token_ids, body, params, context)
+    if len(token_ids) <= context.limits.max_model_len:
+        check_token_ids(token_ids, context.vocab_size, field)
+    return token_ids, cut
+
+
+def _truncate(
+    token_ids: list[int], body: Body, params: SamplingParams, context: ApiContext
+) -> tuple[list[int], int]:
+    """The last `truncate_prompt_tokens` (-1: as many as leave room for the output), and how many went."""
+    limit = body.truncate_prompt_tokens
+    if limit is None:
+        return token_ids, 0
+    max_model_len = context.limits.max_model_len
+    if limit == -1:
+        limit = max_model_len - (params.max_tokens if params.max_tokens is not None else 1)
+    if not 1 <= limit <= max_model_len:
+        raise RequestError(
+            f"truncate_prompt_tokens must be between 1 and the context of {max_model_len} tokens, or -1",
+            field="truncate_prompt_tokens",
+        )
+    cut = max(0, len(token_ids) - limit)
+    return token_ids[cut:], cut
+
+
+def _request(
+    request_id: str,
+    token_ids: list[int],
+    params: SamplingParams,
+    body: Body,
+    context: ApiContext,
+    field: str,
+    limit_field: str | None,
+) -> Request:
+    """Check the prompt's length against the context. A limit that no field asked for (None) gives way."""
+    room = context.limits.max_model_len - len(token_ids)
+    prompt = f"{field} ({len(token_ids)} tokens)"
+    if not token_ids:
+        raise RequestError(f"{field} is empty: no token to start from", field=field, code="empty_prompt")
+    if room < 0 or (room == 0 and params.max_tokens != 0):
+        raise _too_long(prompt, context, field)
+    if params.max_tokens is not None and params.max_tokens > room:
+        if limit_field is not None:
+            raise _too_long(f"{prompt} and {limit_field} ({params.max_tokens})", context, limit_field)
+        params = replace(params, max_tokens=room)
+    if params.min_tokens > room:
+        raise _too_long(f"{prompt} and min_tokens ({params.min_tokens})", context, "min_tokens")
+    return Request(
+        request_id=request_id,
+        prompt_token_ids=tuple(token_ids),
+        params=params,
+        cache_salt=body.cache_salt,
+        arrival_time=time.monotonic(),
+    )
+
+
+def _check_prompt_logprobs(requests: Sequence[Request], field: str) -> None:
+    num_top = requests[0].params.prompt_logprobs
+    if num_top is None:
+        return
+    num_tokens = sum(request.num_prompt_tokens for request in requests)
+    if num_tokens * (num_top + 1) > MAX_NUM_PROMPT_LOGPROBS:
+        raise RequestError(
+            f"{field}: {num_top + 1} for each of {num_tokens} prompt tokens are more than "
+            f"{MAX_NUM_PROMPT_LOGPROBS}; ask for fewer",
+            field=field,
+        )
+
+
+def _check_num_chars(num_chars: int, context: ApiContext, field: str) -> None:
+    if num_chars > context.max_prompt_chars:
+        raise _too_long(f"{field} ({num_chars} characters)", context, field)
+
+
+def _too_long(what: str, context: ApiContext, field: str) -> RequestError:
+    return RequestError(
+        f"{what}: more than the context of {context.limits.max_model_len} tokens holds",
+        field=field,
+        code="context_length_exceeded",
+    )
+
+
+def _decode(request: Request, context: ApiContext) -> str:
+    return context.tokenizer.decode(
+        list(request.prompt_token_ids), skip_special_tokens=request.params.skip_special_tokens
+    )

@@ -1,0 +1,225 @@
+"""From deltas to the answer of a call: stream chunks or one response body, in OpenAI's shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..errors import EngineError, PeltonError
+from .outputs import Delta, TokenLogprob
+from .protocol_call import ApiContext, Call
+from .protocol_logprobs import CompletionLogprobs, chat_logprobs, prompt_logprobs
+
+
+@dataclass(slots=True)
+class _Choice:
+    logprob_format: CompletionLogprobs | None = None
+    texts: list[str] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    is_started: bool = False
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    num_output_tokens: int = 0
+
+
+@dataclass(slots=True)
+class _Prompt:
+    num_cached_tokens: int = 0
+    logprobs: tuple[TokenLogprob | None, ...] | None = None
+    held: list[Delta] = field(default_factory=list)
+
+
+class Reply:
+    """Gathers the deltas of `call`. `created` is Unix time in seconds.
+
+    Finish reasons are OpenAI's `stop` and `length`, and `deadline` where a request had one. An engine error
+    or an abort sets `error` and ends the call: it has no body then, and aborting its other requests is up to
+    the caller. Extensions to OpenAI's objects: `stop_reason` (vLLM's), and `truncated_prompt_tokens` on each
+    choice whose prompt was cut as `truncate_prompt_tokens` asked (when streaming: on its first chunk).
+    """
+
+    def __init__(self, call: Call, context: ApiContext, created: int) -> None:
+        self.call = call
+        self.error: PeltonError | None = None
+        self._tokenizer = context.tokenizer
+        self._created = created
+        self._prompts = [_Prompt() for _ in call.requests]
+        self._choices = [_Choice(self._logprob_format()) for _ in range(call.num_choices)]
+        self._num_unfinished = call.num_choices
+        self._number_of_request = {request.request_id: i for i, request in enumerate(call.requests)}
+
+    @property
+    def is_done(self) -> bool:
+        return self._num_unfinished == 0 or self.error is not None
+
+    def feed(self, delta: Delta) -> list[dict[str, Any]]:
+        """Take the next delta; return the chunks to send now (none unless the call streams)."""
+        if self.is_done:
+            return []
+        if delta.error is not None or delta.finish_reason in ("error", "abort"):
+            self.error = delta.error or EngineError("the request was aborted")
+            return []
+        number = self._number_of_request[delta.request_id]
+        prompt = self._prompts[number]
+        prompt.num_cached_tokens = max(prompt.num_cached_tokens, delta.num_cached_tokens)
+        if delta.prompt_logprobs is not None:
+            prompt.logprobs = delta.prompt_logprobs
+        if not self.call.stream:
+            self._gather(self._index(number, delta), delta)
+            return []
+        prompt.held.append(delta)
+        if self._echoes_logprobs and prompt.logprobs is None:
+            return []  # they come with choice 0, and every choice starts with them
+        deltas, prompt.held = prompt.held, []
+        return [chunk for held in deltas for chunk in self._stream(number, held)]
+
+    def body(self) -> dict[str, Any]:
+        """The whole response. Only when `is_done` and without `error`."""
+        choices = []
+        for index, choice in enumerate(self._choices):
+            number = index // self.call.num_choices_per_prompt
+            text = "".join(choice.texts)
+            shown = (
+                self._chat_choice(choice, text)
+                if self.call.is_chat
+                else self._text_choice(choice, text, number)
+            )
+            choices.append({"index": index, **shown, **self._ending(choice), **self._truncation(number)})
+        body = self._envelope("chat.completion" if self.call.is_chat else "text_completion", choices)
+        body["usage"] = self._usage()
+        if self.call.num_prompt_logprobs is not None:
+            self._add_prompt_logprobs(body, self.call.num_prompt_logprobs)
+        return body
+
+    @property
+    def _echoes_logprobs(self) -> bool:
+        return self.call.echo and self.call.num_logprobs is not None
+
+    def _logprob_format(self) -> CompletionLogprobs | None:
+        call = self.call
+        if call.is_chat or call.num_logprobs is None:
+            return None
+        skip_special_tokens = call.requests[0].params.skip_special_tokens
+        return CompletionLogprobs(self._tokenizer, call.num_logprobs, skip_special_tokens=skip_special_tokens)
+
+    def _index(self, number: int, delta: Delta) -> int:
+        return number * self.call.num_choices_per_prompt + delta.index
+
+    def _gather(self, index: int, delta: Delta) -> _Choice:
+        choice = self._choices[index]
+        choice.num_output_tokens = delta.num_output_tokens
+        if not self.call.stream:
+            choice.texts.append(delta.text)
+            choice.logprobs.extend(delta.logprobs)
+        if delta.finish_reason is not None:
+            choice.finish_reason = delta.finish_reason
+            choice.stop_reason = delta.stop_reason
+            self._num_unfinished -= 1
+        return choice
+
+    def _stream(self, number: int, delta: Delta) -> list[dict[str, Any]]:
+        index = self._index(number, delta)
+        choice = self._gather(index, delta)
+        shown = (
+            self._chat_deltas(choice, delta)
+            if self.call.is_chat
+            else self._text_deltas(choice, delta, number)
+        )
+        if shown and not choice.is_started:
+            shown[0].update(self._truncation(number))
+            choice.is_started = True
+        kind = "chat.completion.chunk" if self.call.is_chat else "text_completion"
+        chunks = [self._envelope(kind, [{"index": index, **each}]) for each in shown]
+        if self.call.include_usage or self.call.continuous_usage:
+            usage = self._usage() if self.call.continuous_usage else None
+            for chunk in chunks:
+                chunk["usage"] = usage
+        if self.is_done and self.call.include_usage:
+            chunks.append({**self._envelope(kind, []), "usage": self._usage()})
+        return chunks
+
+    def _chat_deltas(self, choice: _Choice, delta: Delta) -> list[dict[str, Any]]:
+        """The role alone, then text, then the finish reason with an empty delta: the order OpenAI keeps."""
+        shown: list[dict[str, Any]] = []
+        nothing = {"logprobs": None, "finish_reason": None}
+        if not choice.is_started:
+            shown.append({"delta": {"role": "assistant", "content": ""}, **nothing})
+        if delta.text or (delta.logprobs and self.call.num_logprobs is not None):
+            logprobs = self._chat_logprobs(delta.logprobs)
+            shown.append({"delta": {"content": delta.text}, "logprobs": logprobs, "finish_reason": None})
+        if choice.finish_reason is not None:
+            shown.append({"delta": {}, "logprobs": None, **self._ending(choice)})
+        return shown
+
+    def _text_deltas(self, choice: _Choice, delta: Delta, number: int) -> list[dict[str, Any]]:
+        echo = self.call.echo and not choice.is_started
+        text, token_ids, entries = self._text_part(number, delta.text, delta.logprobs, echo=echo)
+        if not (text or entries or choice.finish_reason):
+            return []
+        shown = None
+        if choice.logprob_format is not None and entries:
+            shown = choice.logprob_format.format(token_ids, entries)
+        return [{"text": text, "logprobs": shown, **self._ending(choice)}]
+
+    def _text_choice(self, choice: _Choice, text: str, number: int) -> dict[str, Any]:
+        text, token_ids, entries = self._text_part(number, text, choice.logprobs, echo=self.call.echo)
+        logprob_format = self._logprob_format()
+        logprobs = logprob_format.format(token_ids, entries) if logprob_format is not None else None
+        return {"text": text, "logprobs": logprobs}
+
+    def _text_part(
+        self, number: int, text: str, logprobs: Sequence[TokenLogprob], *, echo: bool
+    ) -> tuple[str, list[int], list[TokenLogprob | None]]:
+        """Text, token ids and log-probabilities of a part of the output, after the prompt's if `echo`."""
+        token_ids = [entry.token_id for entry in logprobs]
+        if not echo:
+            return text, token_ids, [*logprobs]
+        text = self.call.prompt_texts[number] + text
+        if not self._echoes_logprobs:
+            return text, token_ids, [*logprobs]
+        prompt_ids = self.call.requests[number].prompt_token_ids
+        return text, [*prompt_ids, *token_ids], [*(self._prompts[number].logprobs or ()), *logprobs]
+
+    def _chat_choice(self, choice: _Choice, text: str) -> dict[str, Any]:
+        message = {"role": "assistant", "content": text, "refusal": None}
+        return {"message": message, "logprobs": self._chat_logprobs(choice.logprobs)}
+
+    def _chat_logprobs(self, entries: Sequence[TokenLogprob]) -> dict[str, Any] | None:
+        return None if self.call.num_logprobs is None else chat_logprobs(self._tokenizer, entries)
+
+    def _ending(self, choice: _Choice) -> dict[str, Any]:
+        return {"finish_reason": choice.finish_reason, "stop_reason": choice.stop_reason}
+
+    def _truncation(self, number: int) -> dict[str, int]:
+        cut = self.call.num_truncated_tokens[number] if self.call.num_truncated_tokens else 0
+        return {"truncated_prompt_tokens": cut} if cut else {}
+
+    def _add_prompt_logprobs(self, body: dict[str, Any], num_top: int) -> None:
+        """On each choice of a completion, on the response of a chat: where vLLM puts them."""
+        shown = [prompt_logprobs(self._tokenizer, prompt.logprobs or (), num_top) for prompt in self._prompts]
+        if self.call.is_chat:
+            body["prompt_logprobs"] = shown[0]
+            return
+        for choice in body["choices"]:
+            choice["prompt_logprobs"] = shown[choice["index"] // self.call.num_choices_per_prompt]
+
+    def _usage(self) -> dict[str, Any]:
+        num_prompt_tokens = sum(request.num_prompt_tokens for request in self.call.requests)
+        num_output_tokens = sum(choice.num_output_tokens for choice in self._choices)
+        return {
+            "prompt_tokens": num_prompt_tokens,
+            "completion_tokens": num_output_tokens,
+            "total_tokens": num_prompt_tokens + num_output_tokens,
+            "prompt_tokens_details": {"cached_tokens": sum(p.num_cached_tokens for p in self._prompts)},
+        }
+
+    def _envelope(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        prefix = "chatcmpl" if self.call.is_chat else "cmpl"
+        return {
+            "id": f"{prefix}-{self.call.call_id}",
+            "object": kind,
+            "created": self._created,
+            "model": self.call.model,
+            "choices": choices,
+        }

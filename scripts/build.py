@@ -1,0 +1,110 @@
+"""`pelton build`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from .sizes import MEMORY
+
+
+@click.command(name="build")
+@click.argument("model")
+@click.option("-o", "--output", type=click.Path(path_type=Path), help="Bundle directory. [default: artifacts/NAME-DTYPE]")
+@click.option("--target", default="cpu", show_default=True, type=click.Choice(["cpu"]), help="What to compile for.")
+@click.option(
+    "--dtype",
+    default="auto",
+    show_default=True,
+    type=click.Choice(["auto", "float32", "bfloat16"]),
+    help="Weights and cache; auto: as the checkpoint says.",
+)
+@click.option("--max-model-len", type=click.IntRange(min=2), help="Prompt + output tokens. [default: the model's, at most 8192]")
+@click.option("--max-batch-size", default=64, show_default=True, type=click.IntRange(min=1), help="Sequences per step.")
+@click.option("--max-step-tokens", default=512, show_default=True, type=click.IntRange(min=1), help="Tokens per step.")
+@click.option("--block-size", default="32", show_default=True, type=click.Choice(["16", "32", "64"]), help="Tokens per KV page.")
+@click.option("--kv-cache-memory", default="1GiB", show_default=True, type=MEMORY, help="Memory of the KV pages.")
+@click.option("--dry-run", is_flag=True, help="Say what would be built and how much memory it needs; build nothing.")
+@click.option("--force", is_flag=True, help="Build even if an unchanged bundle is there.")
+def command(
+    model: str,
+    output: Path | None,
+    target: str,
+    dtype: str,
+    max_model_len: int | None,
+    max_batch_size: int,
+    max_step_tokens: int,
+    block_size: str,
+    kv_cache_memory: int,
+    dry_run: bool,
+    force: bool,
+) -> None:
+    """Compile MODEL (a Hugging Face directory, a hub id or a .gguf file) into a bundle.
+
+    The exported graph and then the compiled engine are checked against the original model; a build that does not
+    reproduce it fails. An unchanged build is found and not redone.
+    """
+    from ..compile.build import BuildRequest, build, resolve
+    from ..compile.progress import Progress, format_bytes
+
+    progress = Progress()
+    name = Path(model).name.removesuffix(".gguf")
+    request = BuildRequest(
+        model=model,
+        output=output or Path("artifacts") / f"{name}-{dtype}",
+        target=target,
+        dtype=dtype,
+        max_model_len=max_model_len,
+        max_batch_size=max_batch_size,
+        max_step_tokens=max_step_tokens,
+        block_size=int(block_size),
+        kv_cache_bytes=kv_cache_memory,
+    )
+    with progress.stage("read checkpoint"):
+        plan = resolve(request)
+    for warning in plan.warnings:
+        progress.warning(warning)
+    if dry_run:
+        _show_plan(plan)
+        return
+    memory = plan.memory
+    progress.note(
+        f"serving will need {format_bytes(memory.total)}: weights {format_bytes(memory.weights)}, KV pages "
+        f"{format_bytes(memory.kv_pages)}, activations {format_bytes(memory.activations)}"
+    )
+    manifest, is_unchanged = build(plan, progress, force=force)
+    if is_unchanged:
+        click.echo(f"{request.output}: unchanged (content key {manifest.content_key[:12]}), nothing to do")
+        return
+    progress.summary()
+    click.echo(str(request.output))
+
+
+def _show_plan(plan: object) -> None:
+    from ..compile.build import BuildPlan
+    from ..compile.progress import format_bytes
+
+    assert isinstance(plan, BuildPlan)
+    facts, limits, memory = plan.facts, plan.limits, plan.memory
+    tokens = memory.num_blocks * limits.block_size
+    rows = [
+        ("model", f"{facts.source} ({facts.model_type}, {facts.num_parameters / 1e6:.0f} M parameters)"),
+        ("output", str(plan.request.output)),
+        ("target", f"{plan.request.target}, {plan.dtype}"),
+        ("max_model_len", f"{limits.max_model_len} tokens of prompt and output"),
+        ("max_batch_size", f"{limits.max_batch_size} sequences in a step"),
+        ("max_step_tokens", f"{limits.max_step_tokens} tokens in a step"),
+        ("weights", f"{format_bytes(memory.weights)}"),
+        (
+            "KV pages",
+            f"{format_bytes(memory.kv_pages)} = {memory.num_blocks} blocks of {limits.block_size} tokens "
+            f"({memory.block_bytes} bytes each): {tokens} tokens",
+        ),
+        ("activations", f"{format_bytes(memory.activations)} at most"),
+        ("total", f"{format_bytes(memory.total)}"),
+        ("content key", plan.content_key[:12]),
+        ("command", plan.command),
+    ]
+    for name, value in rows:
+        click.echo(f"{name:<16} {value}")

@@ -1,0 +1,57 @@
+"""`pelton`: the command group. Each command's module is imported when it is used."""
+
+from __future__ import annotations
+
+import os
+import sys
+from importlib import import_module
+from typing import Any
+
+import click
+
+from .. import __version__
+from ..errors import PeltonError
+
+_COMMANDS = {
+    "build": "compile a checkpoint into a bundle",
+    "serve": "serve a bundle over HTTP, OpenAI-compatible",
+    "batch": "run a file of requests through a bundle, resumable",
+    "generate": "generate text in the terminal",
+    "bench": "measure a bundle's latency, throughput and memory",
+    "inspect": "show what a bundle holds, and verify it",
+}
+
+
+class _Commands(click.Group):
+    """Commands by name, each in the module of its name as `command`."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(_COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in _COMMANDS:
+            return None
+        command: Any = import_module(f".{cmd_name}", __package__).command
+        assert isinstance(command, click.Command)
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl(list(_COMMANDS.items()))
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except PeltonError as error:
+            click.echo(f"pelton: {error}", err=True)
+            sys.exit(2)
+        except BrokenPipeError:
+            # The reader of our output went away (`| head`): nothing is left to say to it.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            sys.exit(1)
+
+
+@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="pelton")
+def main() -> None:
+    """Compile language models ahead of time and serve them."""

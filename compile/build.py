@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import platform
 import subprocess
 from dataclasses import dataclass, replace
@@ -140,7 +141,7 @@ def resolve(request: BuildRequest) -> BuildPlan:
         dtype=dtype,
         limits=limits,
         versions=versions,
-        options={"cpu_flags": list(_needs().cpu_flags)},
+        options={"cpu_flags": list(_needs().cpu_flags), "sources": _source_hash()},
     )
     return BuildPlan(request, checkpoint, dtype, limits, facts, memory, versions, key, tuple(warnings))
 
@@ -206,6 +207,15 @@ def _engine_step(directory: Path, trace: Trace) -> StepFunction:
     return lambda step: engine.run(
         step.input_ids, step.positions, step.block_table, step.seq_lens, step.query_start_loc, step.logits_rows
     )
+
+
+def _source_hash() -> str:
+    """Content of the code that makes bundles: a change of it makes a build a different one."""
+    root = Path(__file__).resolve().parents[1]
+    digest = hashlib.sha256()
+    for path in sorted((*root.glob("compile/**/*.py"), *root.glob("plugins_trt/**/*.py"))):
+        digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()
 
 
 def _facts(checkpoint: Checkpoint) -> ModelFacts:

@@ -145,14 +145,15 @@ def _attend_tiles(
     heads = query.shape[1]
     group = heads // num_kv_heads
     num_tiles, tile = work.tile_query.shape
+    length = work.tile_page.shape[1] * block_size  # explicit in every shape: there may be no tiles at all
     queries = query[work.tile_query].view(num_tiles, tile, num_kv_heads, group, head_dim)
     queries = queries.permute(0, 2, 3, 1, 4).reshape(num_tiles, num_kv_heads, group * tile, head_dim)
-    keys = k_cache[work.tile_page].permute(0, 2, 1, 4, 3).reshape(num_tiles, num_kv_heads, -1, head_dim)
-    values = v_cache[work.tile_page].permute(0, 2, 1, 3, 4).reshape(num_tiles, num_kv_heads, -1, head_dim)
-    key_positions = work.tile_start[:, None, None] + torch.arange(work.tile_page.shape[1] * block_size)
+    keys = k_cache[work.tile_page].permute(0, 2, 1, 4, 3).reshape(num_tiles, num_kv_heads, length, head_dim)
+    values = v_cache[work.tile_page].permute(0, 2, 1, 3, 4).reshape(num_tiles, num_kv_heads, length, head_dim)
+    key_positions = work.tile_start[:, None, None] + torch.arange(length)
     visible = _visible(key_positions, positions[work.tile_query][:, :, None], window)  # [X, TILE, S]
     mask = torch.where(visible, 0.0, float("-inf")).to(query.dtype)[:, None, None]
-    mask = mask.expand(num_tiles, 1, group, tile, mask.shape[-1]).reshape(num_tiles, 1, group * tile, -1)
+    mask = mask.expand(num_tiles, 1, group, tile, length).reshape(num_tiles, 1, group * tile, length)
     out = torch.nn.functional.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=scale)
     out = out.view(num_tiles, num_kv_heads, group, tile, head_dim).permute(0, 3, 1, 2, 4)
     return out.reshape(num_tiles * tile, heads, head_dim)

@@ -81,7 +81,7 @@ class Places:
         """The same places in `other`, or None if it differs from `text` in more than white space.
 
         Marks keep a template from trimming the text behind them (`content.split('</think>')[-1].strip()`).
-        Exact as long as no mark stands for a token that itself begins or ends with white space.
+        One that stood before or behind white space of a token moves into the token, and so still divides it.
         """
         if text == other:
             return self
@@ -110,7 +110,8 @@ class Places:
 class ControlTokens:
     """The control tokens of one tokenizer, and how to write their text as plain text.
 
-    `contents` maps each control token's text to its id. Safe for use from many threads.
+    `contents` maps each control token's text, which is not all white space, to its id. Safe for use from many
+    threads.
     """
 
     def __init__(self, tokenizer: tokenizers.Tokenizer, contents: Mapping[str, int]) -> None:
@@ -122,7 +123,6 @@ class ControlTokens:
         self._heads = {token[:size] for token in longest_first for size in range(1, len(token))}
         self._tails = {token[size:] for token in longest_first for size in range(1, len(token))}
         self._max_part = max(map(len, longest_first), default=1) - 1
-        self._has_solid_edges = all(token == token.strip() for token in longest_first)
         self._twin: _Twin | None = None
         self._twin_lock = threading.Lock()
 
@@ -137,7 +137,7 @@ class ControlTokens:
         text than white space gives another one, which then counts: it is the one whose marks are known.
         """
         text, places = Places.read(marked, marks)
-        moved = places.moved(text, plain) if self._has_solid_edges or text == plain else None
+        moved = places.moved(text, plain)
         return (text, places) if moved is None else (plain, moved)
 
     def num_in_text(self, text: str) -> int:

@@ -128,7 +128,6 @@ class EngineLoop:
                 self._run_commands(wait=not self._engine.has_work)
                 if self._engine.has_work:
                     self._step()
-                self._stats = self._engine.stats()
         except Exception:
             _log.critical("the engine loop has ended", exc_info=True)
         finally:
@@ -158,6 +157,7 @@ class EngineLoop:
             self._fail_step(error)
             return
         self._num_failed_steps = 0
+        self._stats = self._engine.stats()  # before anyone learns from a delta that something has ended
         for delta in deltas:
             self._deliver(delta)
 

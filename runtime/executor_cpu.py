@@ -51,6 +51,11 @@ class CpuExecutor:
     def limits(self) -> ExecutorLimits:
         return self._limits
 
+    @property
+    def num_step_weight_bytes(self) -> int:
+        """Bytes of weights that a step reads whatever its size: what memory bandwidth bounds."""
+        return self._engine.num_step_weight_bytes
+
     def execute(self, inputs: StepInputs) -> StepOutput:
         if len(inputs.block_copies):
             self._engine.copy_blocks(inputs.block_copies)

@@ -1,4 +1,14 @@
-"""One API call, parsed: the engine requests it stands for and what its answer must show."""
+"""One API call, parsed: the engine requests it stands for and what its answer must show.
+
+Where the OpenAI API leaves it open:
+
+- The output limit is 16 tokens for completions, fewer where the context ends sooner, and the rest of the
+  context for chats. A limit that a call sets and that does not fit beside its prompt is an error.
+- `max_tokens` 0 scores a prompt: it needs `echo` or `prompt_logprobs`.
+- A prompt longer than the context is an error unless `truncate_prompt_tokens` asks for its last tokens only.
+- A prompt without any token is an error; an empty text where the tokenizer adds BOS is a prompt of one token.
+- `best_of` must equal `n`.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +40,10 @@ CHAT_COMPLETIONS = "/v1/chat/completions"
 
 MAX_NUM_CALL_CHOICES = 2048
 MAX_NUM_PROMPT_LOGPROBS = 2**20
-"""Bound on the log-probabilities of a call's prompts: each takes some 100 bytes until it is answered."""
+MAX_NUM_OUTPUT_LOGPROBS = 2**22
+"""Bounds on the log-probabilities in one answer: some 100 bytes each, held until it is sent."""
+
+MAX_NUM_ECHO_CHARS = 2**25
 
 DEFAULT_COMPLETION_TOKENS = 16
 
@@ -140,7 +153,8 @@ def _parse_completion(body: CompletionBody, context: ApiContext, call_id: str) -
         cuts.append(cut)
         if body.echo:
             texts.append(prompt if isinstance(prompt, str) and not cut else _decode(request, context))
-    _check_prompt_logprobs(requests, "logprobs" if body.prompt_logprobs is None else "prompt_logprobs")
+    prompt_field = "logprobs" if body.prompt_logprobs is None else "prompt_logprobs"
+    _check_answer_size(requests, context, prompt_field, "logprobs", sum(map(len, texts)))
     return Call(
         endpoint=COMPLETIONS,
         call_id=call_id,
@@ -181,7 +195,8 @@ def _parse_chat(body: ChatBody, context: ApiContext, call_id: str) -> Call:
     )
     token_ids, cut = _truncate(token_ids, body, params, context)
     request = _request(f"{call_id}-0", token_ids, params, body, context, "messages", limit_field)
-    _check_prompt_logprobs([request], "prompt_logprobs")
+    output_field = "top_logprobs" if num_logprobs else "logprobs"
+    _check_answer_size([request], context, "prompt_logprobs", output_field, 0)
     return Call(
         endpoint=CHAT_COMPLETIONS,
         call_id=call_id,
@@ -319,16 +334,31 @@ def _request(
     )
 
 
-def _check_prompt_logprobs(requests: Sequence[Request], field: str) -> None:
-    num_top = requests[0].params.prompt_logprobs
-    if num_top is None:
-        return
-    num_tokens = sum(request.num_prompt_tokens for request in requests)
-    if num_tokens * (num_top + 1) > MAX_NUM_PROMPT_LOGPROBS:
+def _check_answer_size(
+    requests: Sequence[Request],
+    context: ApiContext,
+    prompt_field: str,
+    output_field: str,
+    num_echo_chars: int,
+) -> None:
+    """Bound what an answer can hold in memory, naming the field that asks for it."""
+    params = requests[0].params
+    num_prompt_tokens = sum(request.num_prompt_tokens for request in requests)
+    if params.prompt_logprobs is not None:  # every choice repeats them
+        count = num_prompt_tokens * params.n * (params.prompt_logprobs + 1)
+        _check_size("log-probabilities of prompt tokens", count, MAX_NUM_PROMPT_LOGPROBS, prompt_field)
+    if params.logprobs is not None:
+        room = len(requests) * context.limits.max_model_len - num_prompt_tokens
+        num_tokens = room if params.max_tokens is None else min(room, len(requests) * params.max_tokens)
+        count = num_tokens * params.n * (params.logprobs + 1)
+        _check_size("log-probabilities of output tokens", count, MAX_NUM_OUTPUT_LOGPROBS, output_field)
+    _check_size("characters of echoed prompts", num_echo_chars * params.n, MAX_NUM_ECHO_CHARS, "echo")
+
+
+def _check_size(what: str, count: int, limit: int, field: str) -> None:
+    if count > limit:
         raise RequestError(
-            f"{field}: {num_top + 1} for each of {num_tokens} prompt tokens are more than "
-            f"{MAX_NUM_PROMPT_LOGPROBS}; ask for fewer",
-            field=field,
+            f"{field}: the answer could hold {count} {what}, more than {limit}; ask for fewer", field=field
         )
 
 

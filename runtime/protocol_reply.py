@@ -35,8 +35,10 @@ class Reply:
 
     Finish reasons are OpenAI's `stop` and `length`, and `deadline` where a request had one. An engine error
     or an abort sets `error` and ends the call: it has no body then, and aborting its other requests is up to
-    the caller. Extensions to OpenAI's objects: `stop_reason` (vLLM's), and `truncated_prompt_tokens` on each
-    choice whose prompt was cut as `truncate_prompt_tokens` asked (when streaming: on its first chunk).
+    the caller. Log-probabilities have an entry for every sampled token, so also for an ending one that the
+    text does not show, as in vLLM. Extensions to OpenAI's objects: `stop_reason` (vLLM's), and
+    `truncated_prompt_tokens` on each choice whose prompt was cut as `truncate_prompt_tokens` asked (when
+    streaming: on its first chunk).
     """
 
     def __init__(self, call: Call, context: ApiContext, created: int) -> None:

@@ -57,8 +57,8 @@ class Tokenizer:
             {
                 token.content: token_id
                 for token_id, token in added.items()
-                # A template also holds added tokens that are mere spacing, such as "\n".
-                if token.special or (token.content in written and not token.content.isspace())
+                # Added tokens that are mere spacing, such as "\n", are text.
+                if (token.special or token.content in written) and not token.content.isspace()
             },
         )
 

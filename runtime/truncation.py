@@ -12,8 +12,8 @@ import numpy as np
 from .request import SamplingParams
 
 _BLOCK = 256
-# Nats: the share of top_p lies almost always among tokens this near to the likeliest, and those are few.
-_NEAR = np.float32(12.0)
+# The share of top_p lies almost always among tokens that weigh more than this, and those are few.
+_NEAR = np.float32(1e-5)
 
 
 def processed_weights(logits: np.ndarray, params: SamplingParams) -> np.ndarray:
@@ -56,7 +56,7 @@ def _keep_top_k(cost: np.ndarray, weights: np.ndarray, k: int) -> None:
 
 def _keep_top_p(cost: np.ndarray, weights: np.ndarray, p: float) -> None:
     share = p * weights.sum(dtype=np.float64)
-    near = np.flatnonzero(cost < _NEAR)
+    near = np.flatnonzero(weights > _NEAR)
     if weights[near].sum(dtype=np.float64) < share:
         near = np.arange(len(cost))
     kept = near[_shortest(cost[near], weights[near], share)]

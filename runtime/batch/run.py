@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from hashlib import blake2b
@@ -19,6 +20,8 @@ from .results import DoneLines, ResultWriter
 # Lines looked at between two steps, so that a row of bad or done ones stalls nothing.
 _MAX_LINES_PER_STEP = 256
 _PROGRESS_INTERVAL_S = 0.1
+
+_log = logging.getLogger(__name__)
 
 OnProgress = Callable[[JobProgress], None]
 
@@ -135,7 +138,7 @@ class JobRun:
             call = parse_call(parsed.url, parsed.body, self._context, key.call_id)
             requests = self._with_seeds(call, line.number)
             self._admit(requests)
-        except PeltonError as error:
+        except Exception as error:
             custom_id = (as_object(line) or {}).get("custom_id")
             self._write_error(key, custom_id if isinstance(custom_id, str) else None, error)
             return
@@ -161,7 +164,7 @@ class JobRun:
         for position, request in enumerate(requests):
             try:
                 self._engine.admit(request)
-            except PeltonError:
+            except Exception:
                 for admitted in requests[:position]:
                     self._engine.abort(admitted.request_id)
                 raise
@@ -181,13 +184,10 @@ class JobRun:
         item = self._in_flight.get(delta.request_id)
         if item is None:  # aborted: another choice of its line failed
             return
-        item.reply.feed(delta)
-        error = item.reply.error
+        error = self._feed(item, delta)
         if error is not None:
             self._write_error(item.key, item.custom_id, error)
-        elif item.reply.is_done:
-            self._write_answer(item)
-        else:
+        elif not item.reply.is_done:
             return
         self._num_in_flight -= item.num_choices
         for request in item.requests:
@@ -195,18 +195,37 @@ class JobRun:
             if error is not None:
                 self._engine.abort(request.request_id)
 
+    def _feed(self, item: _InFlight, delta: Delta) -> Exception | None:
+        """Take the delta, write the answer when it is whole; what went wrong, if anything did."""
+        try:
+            item.reply.feed(delta)
+            if item.reply.error is None and item.reply.is_done:
+                self._write_answer(item)
+        except Exception as error:
+            return error
+        return item.reply.error
+
     def _write_answer(self, item: _InFlight) -> None:
         body = item.reply.body()
         usage = body.get("usage")
         if isinstance(usage, dict):
             # How much of a prompt was cached depends on what ran before: it would make a resumed run differ.
             usage.pop("prompt_tokens_details", None)
+        record = answer_record(item.key, item.custom_id, body)
         self._keep_failures(self._failures)
         self._done.add(item.key.line)
-        self._records.append(answer_record(item.key, item.custom_id, body))
+        self._records.append(record)
 
-    def _write_error(self, key: RecordKey, custom_id: str | None, error: PeltonError) -> None:
-        """A line's own fault is written at once, one of the engine when it has answered another line."""
+    def _write_error(self, key: RecordKey, custom_id: str | None, cause: Exception) -> None:
+        """A line's own fault is written at once, one of the engine when it has answered another line.
+
+        A bug that one line meets is not the end of the others either.
+        """
+        if isinstance(cause, PeltonError):
+            error = cause
+        else:
+            _log.error("line %d met a bug", key.line, exc_info=cause)
+            error = EngineError(f"a bug in Pelton: {cause!r}; the job's log has the traceback")
         status, body = error_reply(error)
         failure = (key.line, error_record(key, custom_id, status, body))
         if isinstance(error, RequestError):
@@ -217,7 +236,7 @@ class JobRun:
             raise EngineError(
                 f"{len(self._failures)} lines in a row failed inside the engine, the last (line {key.line}) "
                 f"with: {error}. They are not written; once that is mended, run the same command again"
-            ) from error
+            ) from cause
 
     def _keep_failures(self, failures: list[tuple[int, bytes]]) -> None:
         for line, record in failures:

@@ -129,7 +129,7 @@ async def _on_pelton_error(request: Request, error: Exception) -> Response:
 async def _on_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     code, reason = _HTTP_ERRORS.get(error.status_code, ("bad_request", str(error.detail)))
-    return error_response(RequestError(f"{reason} {request.method} {request.url.path}", code=code))
+    return error_response(RequestError(f"{reason} {request.method} {request.scope['path'][:200]}", code=code))
 
 
 async def _on_bug(request: Request, error: Exception) -> Response:

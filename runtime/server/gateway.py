@@ -65,6 +65,8 @@ class CallStream:
         return deltas
 
     def push(self, delta: Delta) -> None:
+        if self._error is not None:
+            return  # of the step that was under way
         self._timer.observe(delta)
         self.num_open_choices -= delta.finish_reason is not None
         self._deltas.append(delta)

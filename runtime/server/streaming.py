@@ -9,6 +9,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Callable
+from typing import TypeVar
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -16,6 +18,8 @@ from starlette.types import Receive, Scope, Send
 from ...errors import EngineError, PeltonError
 from ..protocol import Call, Reply, dump_json, error_reply
 from .gateway import CallStream, ClientGone, Gateway
+
+Built = TypeVar("Built")
 
 _EVENT_STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -55,12 +59,12 @@ class CallResponse(Response):
         self._arrival_time = arrival_time
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        reply = Reply(self._call, self._gateway.context, int(time.time()))
         try:
             stream = self._gateway.open(self._call, self._arrival_time)
         except PeltonError as error:
             await error_response(error)(scope, receive, send)
             return
-        reply = Reply(self._call, self._gateway.context, int(time.time()))
         watcher = asyncio.create_task(_watch_client(receive, stream))
         try:
             if self._call.stream:
@@ -72,7 +76,7 @@ class CallResponse(Response):
             _log.info("request %s: the client left", self._request_id)
         finally:
             watcher.cancel()
-            stream.close(is_done=True)
+            stream.close(is_done=reply.is_done and reply.error is None)
 
     async def _whole(self, stream: CallStream, reply: Reply) -> Response:
         try:
@@ -80,9 +84,7 @@ class CallResponse(Response):
                 await self._next_frames(stream, reply)
             if reply.error is not None:
                 raise reply.error
-            if self._call.has_logprobs:  # may be long, and is slow to write
-                return await self._gateway.in_thread(lambda: json_response(200, reply.body()))
-            return json_response(200, reply.body())
+            return await self._built(lambda: json_response(200, reply.body()))
         except PeltonError as error:
             return self._refuse(error)
 
@@ -114,9 +116,17 @@ class CallResponse(Response):
     async def _next_frames(self, stream: CallStream, reply: Reply) -> bytes:
         """The events of the next deltas. An error that they bring is left in `reply.error`."""
         deltas = await stream.take()
-        try:
+
+        def build() -> bytes:
             chunks = [chunk for delta in deltas for chunk in reply.feed(delta)]
             return b"".join(b"data: " + dump_json(chunk) + b"\n\n" for chunk in chunks)
+
+        return await self._built(build)
+
+    async def _built(self, build: Callable[[], Built]) -> Built:
+        """Log-probabilities may be long, and are slow to write: beside the event loop."""
+        try:
+            return await self._gateway.in_thread(build) if self._call.has_logprobs else build()
         except Exception as error:
             _log.exception("request %s: cannot build the answer", self._request_id)
             raise EngineError("the server failed to build the answer") from error

@@ -10,12 +10,12 @@ from typing import Any
 import httpx
 import pytest
 from starlette.routing import Route
-from support.live_server import LiveServer, live_server
-from support.tiny_model import scripted_engine
 
 from pelton.runtime.server import auth
 from pelton.runtime.server.app import create_app
 from pelton.runtime.server.auth import PUBLIC_PATHS
+from support.live_server import LiveServer, live_server
+from support.tiny_model import scripted_engine
 
 KEYS = ("first-key", "second-k\N{LATIN SMALL LETTER E WITH ACUTE}y")
 METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", "PROPFIND")

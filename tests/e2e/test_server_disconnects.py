@@ -12,10 +12,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
-from support.live_server import LiveServer, StepGate, live_server, read_metric, until
-from support.tiny_model import scripted_engine
 
 from pelton.runtime.server.gateway import GatewayConfig
+from support.live_server import LiveServer, StepGate, live_server, read_metric, until
+from support.tiny_model import scripted_engine
 
 
 @contextmanager
@@ -88,13 +88,12 @@ def test_st_12_client_leaves_while_queued(stream: bool) -> None:
 
 def test_st_12_client_leaves_while_the_engine_is_in_a_step() -> None:
     """The abort waits in the loop's inbox; the step's own delta goes nowhere."""
-    gate = StepGate()
+    gate = StepGate(pace=0.005)
     with live_server(scripted_engine(before_step=gate)) as server:
-        with sent(server, prompt="a", max_tokens=100, stream=True):
+        with sent(server, prompt="a", max_tokens=500, stream=True):
             assert gate.is_held.wait(10)
-        gate.allow(2)
-        assert until(lambda: is_released(server, 1), seconds=1.0)
         gate.open()
+        assert until(lambda: is_released(server, 1), seconds=1.0)
         assert server.complete(prompt="a", max_tokens=2).json()["choices"][0]["text"] == "bc"
 
 

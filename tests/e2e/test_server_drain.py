@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import signal
 import socket
 import subprocess
@@ -16,8 +17,9 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
+
 import support.serve_scripted
-from support.live_server import events
+from support.live_server import events, until
 
 TIMEOUT = 20.0
 LONG = 4000  # tokens; takes longer than any test
@@ -143,6 +145,24 @@ def test_sv_05_a_second_sigterm_quits() -> None:
         assert time.monotonic() - start < 10
         assert "told to quit" in events(text)[-1]["error"]["message"]
         assert is_free(server.port)
+
+
+def test_sv_05_a_second_sigterm_does_not_wait_for_a_client_that_does_not_read() -> None:
+    """The first event is some 15 MB long, which no socket buffers."""
+    body = {"prompt": "a" * 3000, "n": 5, "max_tokens": 4, "echo": True, "logprobs": 60, "stream": True}
+    payload = json.dumps(body).encode()
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(payload)
+    with (
+        server_process(drain_seconds=60) as server,
+        socket.create_connection(("127.0.0.1", server.port)) as deaf,
+        httpx.Client(base_url=f"http://127.0.0.1:{server.port}", timeout=TIMEOUT) as client,
+    ):
+        deaf.sendall(head + payload)
+        deaf.recv(1, socket.MSG_PEEK)
+        server.send(signal.SIGTERM)
+        assert until(lambda: client.get("/health").status_code == 503)
+        server.send(signal.SIGTERM)
+        assert server.exit_code(4) == 1
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import socket
 from concurrent.futures import ThreadPoolExecutor
 
+import pytest
+
+from pelton.runtime.server.gateway import GatewayConfig
 from support.live_server import StepGate, events, live_server, read_metric, until
 from support.tiny_model import scripted_engine
 
-from pelton.runtime.server.gateway import GatewayConfig
-
-HANG_SECONDS = 0.6
+HANG_SECONDS = 1.5
 
 
 def test_sv_04_a_hung_step_loop_is_unhealthy_and_clients_are_told() -> None:
@@ -22,7 +25,7 @@ def test_sv_04_a_hung_step_loop_is_unhealthy_and_clients_are_told() -> None:
         assert gate.is_held.wait(10)
         whole = pool.submit(server.complete, prompt="b", max_tokens=100)
         queued = pool.submit(server.chat, messages=[{"role": "user", "content": "c"}], stream=True)
-        assert until(lambda: server.client.get("/health").status_code == 503, seconds=HANG_SECONDS + 2)
+        assert until(lambda: server.client.get("/health").status_code == 503, seconds=HANG_SECONDS + 3)
         assert server.client.get("/health").json() == {"status": "hung"}
         *chunks, last = events(streaming.result(10).text)
         assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == "bcd"
@@ -40,10 +43,32 @@ def test_sv_04_a_hung_step_loop_is_unhealthy_and_clients_are_told() -> None:
         assert server.metric("pelton_kv_cache_blocks_used") == 0
 
 
+def test_sv_04_a_failed_call_keeps_no_place_though_its_client_does_not_read(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """It takes every place of the server, and its first event is larger than what sockets buffer."""
+    gate = StepGate(num_steps=50)
+    engine = scripted_engine(max_model_len=4096, num_blocks=1024, max_batch_size=5, before_step=gate)
+    gateway = GatewayConfig(max_waiting=0, hang_seconds=HANG_SECONDS, drain_seconds=0.2)
+    body = {"prompt": "a" * 3000, "n": 5, "max_tokens": 500, "echo": True, "logprobs": 60, "stream": True}
+    payload = json.dumps(body).encode()
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(payload)
+    with (
+        live_server(engine, gateway=gateway) as server,
+        socket.create_connection(("127.0.0.1", server.port)) as deaf,
+    ):
+        deaf.sendall(head + payload)
+        deaf.recv(1, socket.MSG_PEEK)
+        assert until(lambda: "failing 1 calls" in caplog.text)
+        gate.open()
+        assert until(lambda: server.client.get("/health").status_code == 200)
+        assert server.complete(prompt="a", max_tokens=1).status_code == 200
+
+
 def test_sv_04_an_idle_server_stays_healthy() -> None:
     gateway = GatewayConfig(hang_seconds=HANG_SECONDS, drain_seconds=0.2)
     with live_server(scripted_engine(), gateway=gateway) as server:
-        turned = until(lambda: server.client.get("/health").status_code != 200, seconds=2 * HANG_SECONDS)
+        turned = until(lambda: server.client.get("/health").status_code != 200, seconds=1.5 * HANG_SECONDS)
         assert not turned
 
 

@@ -10,6 +10,7 @@ import time
 import httpx
 import numpy as np
 import pytest
+
 from support.live_server import events, live_server, until
 from support.tiny_model import scripted_engine
 

@@ -26,6 +26,7 @@ from support.batch import (
 )
 
 from pelton.errors import EngineError
+from pelton.runtime.batch import run
 from pelton.runtime.batch.job import run_job
 from pelton.runtime.batch.progress import JobProgress
 from pelton.runtime.inputs import StepInputs
@@ -302,6 +303,32 @@ def test_one_bad_choice_ends_its_line_and_the_other_choices(tmp_path: Path) -> N
     }
     assert statuses == {"three": 500, "good": 200}
     assert engine.stats().num_finished == {"error": 1, "abort": 2, "length": 1}
+
+
+@pytest.mark.parametrize("where", ["parse_call", "answer_record"])
+def test_a_bug_that_one_line_meets_is_an_error_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, where: str
+) -> None:
+    original = getattr(run, where)
+
+    def broken(*arguments: object) -> object:
+        if "unlucky" in repr(arguments):
+            raise ZeroDivisionError("oops")
+        return original(*arguments)
+
+    monkeypatch.setattr(run, where, broken)
+    rows = [completion("a"), completion("b", "unlucky", user="unlucky"), completion("c")]
+    if where == "answer_record":
+        rows[1]["custom_id"] = "unlucky"
+    summary = run_job(
+        make_engine(), write_lines(tmp_path / "in.jsonl", rows), tmp_path / "out.jsonl", OPTIONS
+    )
+    assert (summary.progress.num_done, summary.progress.num_errors) == (3, 1)
+    (failed,) = (each for each in read_records(tmp_path / "out.jsonl") if each["error"] is not None)
+    assert failed["custom_id"] == rows[1]["custom_id"]
+    assert failed["response"]["status_code"] == 500
+    assert "ZeroDivisionError('oops')" in failed["error"]["message"]
+    assert "line 2 met a bug" in caplog.text
 
 
 def test_progress_counts_lines_tokens_and_prefix_hits(tmp_path: Path) -> None:

@@ -273,7 +273,15 @@ def quirky_backend() -> Backend:
     return backend
 
 
+def normalized_backend() -> Backend:
+    """An added token that is matched in text which has its leading space already."""
+    backend = sentencepiece_backend(bos=False)
+    backend.add_special_tokens([AddedToken("<n>", normalized=True)])
+    return backend
+
+
 TWINS = {
+    "normalized": normalized_backend(),
     "byte-level": byte_level_backend(),
     "quirky": quirky_backend(),
     "sentencepiece": sentencepiece_backend(bos=False),
@@ -294,17 +302,24 @@ fragments = [
 
 
 @pytest.mark.parametrize(
-    "text", ["a <|right|>  b", "a  <|left|> b", "xthe word y the word z", "A<|norm|> B", "A  <|im_end|>B"]
+    ("kind", "text"),
+    [
+        ("quirky", "a <|right|> b <|right|>  c"),
+        ("quirky", "a <|left|> b  <|left|>c"),
+        ("quirky", "xthe wordy the word z"),
+        ("quirky", "A<|norm|> B"),
+        ("normalized", "<n>hello <n> world"),
+    ],
 )
-def test_the_twin_honours_the_options_of_added_tokens(text: str) -> None:
-    backend = TWINS["quirky"]
+def test_the_twin_honours_the_options_of_added_tokens(kind: str, text: str) -> None:
+    backend = TWINS[kind]
     added = backend.get_added_tokens_decoder()
     every = ControlTokens(backend, {token.content: i for i, token in added.items()})
     special = ControlTokens(backend, {token.content: i for i, token in added.items() if token.special})
     expected = backend.encode(text, add_special_tokens=False).ids
     assert special.encode(text, Places()) == expected
-    if "word" not in text and "  " not in text:
-        assert every.encode(text, Places()) == expected
+    # The careful search for control tokens knows no word boundaries.
+    assert "the word" in text or every.encode(text, Places()) == expected
 
 
 @settings(max_examples=100, deadline=None)

@@ -9,14 +9,14 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
-from support.live_server import StepGate, until
-from support.tiny_model import scripted_engine
 
 from pelton.errors import EngineError, OverloadedError, RequestError
 from pelton.runtime.engine import Engine
 from pelton.runtime.engine_loop import IDLE_BEAT_S, MAX_FAILED_STEPS, EngineLoop
 from pelton.runtime.outputs import Delta
 from pelton.runtime.request import Request, SamplingParams
+from support.live_server import StepGate, until
+from support.tiny_model import scripted_engine
 
 TIMEOUT = 10.0
 
@@ -143,11 +143,11 @@ def test_a_step_that_raises_fails_its_requests_and_the_loop_goes_on() -> None:
     engine.num_faults = 1
     with running(engine) as loop:  # type: ignore[arg-type]
         inbox = Inbox()
-        loop.submit([make_request("r", n=2)], inbox).result(TIMEOUT)
+        loop.submit([make_request("r", n=2, max_tokens=400)], inbox).result(TIMEOUT)
         assert inbox.ended.wait(TIMEOUT)
         assert isinstance(inbox.deltas[-1].error, EngineError)
         assert "a bug" not in str(inbox.deltas[-1].error)
-        assert until(lambda: is_idle(loop))
+        assert until(lambda: is_idle(loop) and loop.stats().num_finished == {"abort": 2})
         again = Inbox()
         loop.submit([make_request("r")], again).result(TIMEOUT)
         assert again.ended.wait(TIMEOUT)

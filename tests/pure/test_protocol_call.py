@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
-from support.tiny_model import NUM_PADDED_LOGITS, byte_tokenizer, reciting
 
 from pelton.errors import EngineError, OverloadedError, PeltonError, RequestError
 from pelton.runtime.executor import ExecutorLimits
@@ -15,6 +15,7 @@ from pelton.runtime.protocol_call import MAX_NUM_CALL_CHOICES
 from pelton.runtime.protocol_fields import MAX_NUM_MESSAGES
 from pelton.runtime.protocol_prompt import MAX_NUM_PROMPTS
 from pelton.runtime.request import MAX_NUM_CHOICES, MAX_NUM_LOGPROBS, MAX_NUM_STOPS
+from support.tiny_model import NUM_PADDED_LOGITS, byte_tokenizer, reciting
 
 TOKENIZER = byte_tokenizer()
 VOCAB = TOKENIZER.vocab_size
@@ -166,12 +167,45 @@ def test_sv_11_bound_on_choices_is_on_the_whole_call() -> None:
     assert (len(call.requests), call.num_choices) == (num_prompts, MAX_NUM_CALL_CHOICES)
 
 
+def test_sv_11_bound_on_output_logprobs_is_on_the_whole_call() -> None:
+    limits = replace(LIMITS, max_model_len=2**17)
+    context = ApiContext(TOKENIZER, limits, ("tiny",))
+
+    def parse(endpoint: str, **body: Any) -> Call:
+        return parse_call(endpoint, {"n": 4, **body}, context, "id")
+
+    assert parse(CHAT_COMPLETIONS, messages=USER, logprobs=True, top_logprobs=5).requests
+    error = refusal(parse, endpoint=CHAT_COMPLETIONS, messages=USER, logprobs=True, top_logprobs=20)
+    assert error.field == "top_logprobs"
+    short = parse(CHAT_COMPLETIONS, messages=USER, logprobs=True, top_logprobs=20, max_tokens=1000)
+    assert short.requests
+    assert parse(COMPLETIONS, prompt="a", logprobs=20).requests
+    assert (
+        refusal(parse, endpoint=COMPLETIONS, prompt="a", logprobs=20, max_tokens=100_000).field == "logprobs"
+    )
+
+
+def test_sv_11_bound_on_echoed_text_is_on_the_whole_call() -> None:
+    prompts = ["\N{EURO SIGN}" * 21] * 16
+    assert completion(prompt=prompts, n=128, echo=True, max_tokens=1).requests
+    limits = replace(LIMITS, max_model_len=2**15)
+    context = ApiContext(TOKENIZER, limits, ("tiny",))
+    body = {"prompt": ["a" * 20_000] * 16, "n": 128, "max_tokens": 1}
+    assert parse_call(COMPLETIONS, body, context, "id").requests
+    with pytest.raises(RequestError) as error:
+        parse_call(COMPLETIONS, {**body, "echo": True}, context, "id")
+    assert error.value.field == "echo"
+
+
 def test_sv_11_bound_on_prompt_logprobs_is_on_the_whole_call() -> None:
     prompts = ["a" * 60] * 500
     assert completion(prompt=prompts, prompt_logprobs=1).requests
     assert refusal(completion, prompt=prompts, prompt_logprobs=60).field == "prompt_logprobs"
     assert refusal(completion, prompt=prompts, logprobs=60, echo=True).field == "logprobs"
     assert completion(prompt=prompts, logprobs=60).requests
+    # Every choice repeats them.
+    assert completion(prompt="a" * 60, prompt_logprobs=60, n=128, max_tokens=1).requests
+    assert refusal(completion, prompt=["a" * 60] * 3, prompt_logprobs=60, n=128).field == "prompt_logprobs"
 
 
 @pytest.mark.parametrize(

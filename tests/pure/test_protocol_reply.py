@@ -6,13 +6,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.tiny_model import IM_END, byte_tokenizer, scripted_engine
 
 from pelton.errors import EngineError
 from pelton.runtime.engine import Engine
 from pelton.runtime.outputs import Delta, TokenLogprob
 from pelton.runtime.protocol import CHAT_COMPLETIONS, COMPLETIONS, ApiContext, Reply, dump_json, parse_call
 from pelton.runtime.protocol_logprobs import CompletionLogprobs, chat_logprobs
+from support.tiny_model import IM_END, byte_tokenizer, scripted_engine
 
 USER = [{"role": "user", "content": "hi"}]
 
@@ -157,8 +157,9 @@ def test_cached_tokens_are_reported_once_per_prompt() -> None:
     engine = scripted_engine()
     prompt = "a" * 40
     run(COMPLETIONS, engine, prompt=prompt, max_tokens=1)
-    reply, _ = run(COMPLETIONS, engine, prompt=prompt, n=2, max_tokens=1)
-    assert reply.body()["usage"]["prompt_tokens_details"]["cached_tokens"] == 32
+    for scoring in ({"max_tokens": 1}, {"max_tokens": 0, "echo": True}):
+        reply, _ = run(COMPLETIONS, engine, prompt=prompt, n=2, **scoring)
+        assert reply.body()["usage"]["prompt_tokens_details"]["cached_tokens"] == 32
 
 
 def test_completion_logprobs() -> None:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from pelton.errors import EngineError, RequestError
 from pelton.runtime.outputs import TokenEvent, TokenLogprob
+from pelton.runtime.penalties import TokenCounts
 from pelton.runtime.request import Request, SamplingParams
 from pelton.runtime.sampler import LOGPROB_FLOOR, Sampler, uniform_at
 from pelton.runtime.sequence import Sequence
@@ -115,30 +116,43 @@ def test_frequency_and_presence_count_the_output_alone(name: str) -> None:
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.lists(st.integers(0, 30), max_size=200), st.integers(1, 60), st.data())
+@given(st.lists(st.integers(0, 30), min_size=1, max_size=200), st.integers(1, 60), st.data())
 def test_penalties_counted_step_by_step_equal_those_of_a_fresh_start(
-    tokens: list[int], num_prompt: int, data: st.DataObject
+    output: list[int], num_prompt: int, data: st.DataObject
 ) -> None:
-    """What a preempted or restarted sequence meets: counts are a function of its tokens."""
-    tokens = [*range(num_prompt), *tokens]
-    params = {"repetition_penalty": 1.3, "frequency_penalty": 0.2, "presence_penalty": 0.4, "logprobs": 3}
-    grown = sequence(prompt=tuple(tokens[:num_prompt]), **params)
-    sampler = Sampler(VOCAB, [])
-    logits = noise(1, seed=len(tokens))
-    while grown.num_tokens < len(tokens):
-        sample(logits, grown, sampler=sampler)
-        if data.draw(st.booleans()):
-            sampler.forget(grown)
-        count = data.draw(st.integers(1, 20))
-        grown.token_ids.extend(tokens[grown.num_tokens : grown.num_tokens + count])
-    fresh = sequence(tuple(tokens[num_prompt:]), tuple(tokens[:num_prompt]), **params)
-    assert sample(logits, grown, sampler=sampler) == sample(logits, fresh)
-    row = logits[0].astype(np.float64)
-    for token_id in set(tokens):
-        row[token_id] = row[token_id] / 1.3 if row[token_id] > 0 else row[token_id] * 1.3
-        count = tokens[num_prompt:].count(token_id)
-        row[token_id] -= 0.2 * count + 0.4 * (count > 0)
-    assert chosen(logits, fresh) == [int(row.argmax())]
+    """Counts are a function of the tokens, however many of them came at once."""
+    prompt = tuple(range(num_prompt))
+    params = {"repetition_penalty": 1.3, "frequency_penalty": 0.2, "presence_penalty": 0.4}
+    grown, fresh = sequence(prompt=prompt, **params), sequence(tuple(output), prompt, **params)
+    counts = TokenCounts(grown)
+    while grown.num_output_tokens < len(output):
+        start = grown.num_output_tokens
+        grown.token_ids.extend(output[start : start + data.draw(st.integers(1, 20))])
+        counts.update(grown)
+    logits = noise(1, seed=len(output))[0]
+    stepwise, at_once, expected = logits.copy(), logits.copy(), logits.astype(np.float64)
+    counts.apply(stepwise, grown.request.params)
+    once = TokenCounts(fresh)
+    once.update(fresh)
+    once.apply(at_once, fresh.request.params)
+    for token_id in {*prompt, *output}:
+        value = expected[token_id]
+        expected[token_id] = value / 1.3 if value > 0 else value * 1.3
+        expected[token_id] -= 0.2 * output.count(token_id) + 0.4 * (token_id in output)
+    assert np.array_equal(stepwise, at_once)
+    assert stepwise == pytest.approx(expected, abs=1e-4)
+
+
+@pytest.mark.parametrize("forgets", [False, True])
+def test_a_sampler_keeps_counts_from_step_to_step(forgets: bool) -> None:
+    """Also a sequence that was preempted, or restarted elsewhere, is penalised for all of its output."""
+    logits = logits_of({50: 3.0, 60: 2.5, 70: 2.0})
+    sampler, row = Sampler(VOCAB, []), sequence(frequency_penalty=0.3)
+    for _ in range(9):
+        if forgets:
+            sampler.forget(row)
+        row.token_ids.append(sample(logits, row, sampler=sampler)[0].token_id)
+    assert row.output_token_ids == [50, 50, 60, 50, 60, 50, 70, 60, 50]
 
 
 def test_forget_twice_and_before_use() -> None:

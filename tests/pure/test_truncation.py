@@ -140,6 +140,11 @@ def test_the_ends_of_a_draw() -> None:
     weights[[3, 600]] = 1.0
     last = float(np.nextafter(1.0, 0.0))
     assert [draw(weights, u) for u in (0.0, 0.4999, 0.5, last)] == [3, 3, 600, 600]
+    # However the sums are rounded, the last draw is the last token that has weight.
+    for seed in range(300):
+        weights = np.zeros(700, np.float32)
+        weights[300:450] = np.random.default_rng(seed).random(150) + 0.01
+        assert draw(weights, last) == 449
 
 
 CASES: list[dict[str, Any]] = [

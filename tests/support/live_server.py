@@ -83,15 +83,22 @@ def live_server(
 
 
 class StepGate:
-    """A `before_step` hook: lets as many steps through as it is told to, then holds the engine's thread."""
+    """A `before_step` hook: lets as many steps through as it is told to, then holds the engine's thread.
 
-    def __init__(self, num_steps: int = 0) -> None:
+    Once open, each step takes `pace` seconds.
+    """
+
+    def __init__(self, num_steps: int = 0, *, pace: float = 0.0) -> None:
+        self._pace = pace
         self._allowed = threading.Semaphore(num_steps)
         self._is_open = threading.Event()
         self.is_held = threading.Event()
 
     def __call__(self, step: int, inputs: object) -> None:
-        if self._is_open.is_set() or self._allowed.acquire(blocking=False):
+        if self._is_open.is_set():
+            threading.Event().wait(self._pace)
+            return
+        if self._allowed.acquire(blocking=False):
             return
         self.is_held.set()
         assert self._allowed.acquire(timeout=TIMEOUT), "nobody opened the gate"

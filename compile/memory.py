@@ -1,11 +1,11 @@
 """How much memory an engine will need, as an equation that is printed before anything is loaded.
 
-    total = weights + KV pages + activations
+total = weights + KV pages + activations
 
-    weights      every parameter once, and the embedding once more where the head is tied to it: the head's
-                 copy is packed for its GEMM, the embedding's is read by row
-    KV pages     num_blocks * block_size * num_layers * 2 * num_kv_heads * head_dim * itemsize
-    activations  the largest step: hidden states and MLP of max_step_tokens, partial attention results, logits
+weights      every parameter once, and the embedding once more where the head is tied to it: the head's
+             copy is packed for its GEMM, the embedding's is read by row
+KV pages     num_blocks * block_size * num_layers * 2 * num_kv_heads * head_dim * itemsize
+activations  the largest step: hidden states and MLP of max_step_tokens, partial attention results, logits
 """
 
 from __future__ import annotations

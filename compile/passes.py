@@ -11,7 +11,9 @@ from torch.fx import GraphModule, Node
 
 aten = torch.ops.aten
 
-_INERT = frozenset({aten._assert_tensor_metadata.default, aten._assert_scalar.default, aten._assert_async.msg})
+_INERT = frozenset(
+    {aten._assert_tensor_metadata.default, aten._assert_scalar.default, aten._assert_async.msg}
+)
 # Aliases of a value that the exporter leaves behind where a module asked for what already held.
 _NO_OPS = frozenset({aten.detach_.default, aten.detach.default, aten.alias.default})
 
@@ -73,16 +75,17 @@ def merge_sibling_linears(graph_module: GraphModule) -> None:
     graph = graph_module.graph
     siblings: dict[Node, list[Node]] = defaultdict(list)
     for node in graph.find_nodes(op="call_function", target=aten.linear.default):
-        if all(isinstance(a, Node) and a.op == "get_attr" for a in node.args[1:] if a is not None):
-            siblings[node.args[0]].append(node)
+        source, *parameters = node.args
+        if isinstance(source, Node) and all(_is_weight(p) for p in parameters if p is not None):
+            siblings[source].append(node)
     for index, (source, linears) in enumerate(siblings.items()):
         has_bias = {len(n.args) > 2 and n.args[2] is not None for n in linears}
         if len(linears) < 2 or len(has_bias) > 1:
             continue
-        weights = [_attribute(graph_module, n.args[1].target) for n in linears]
+        weights = [_parameter(graph_module, n, 1) for n in linears]
         arguments = [_register(graph_module, f"merged_weight_{index}", torch.cat(weights))]
         if has_bias.pop():
-            biases = [_attribute(graph_module, n.args[2].target) for n in linears]
+            biases = [_parameter(graph_module, n, 2) for n in linears]
             arguments.append(_register(graph_module, f"merged_bias_{index}", torch.cat(biases)))
         with graph.inserting_before(linears[0]):
             attributes = [graph.get_attr(name) for name in arguments]
@@ -98,6 +101,16 @@ def merge_sibling_linears(graph_module: GraphModule) -> None:
             linear.replace_all_uses_with(output)
             graph.erase_node(linear)
     graph.eliminate_dead_code()
+
+
+def _is_weight(argument: object) -> bool:
+    return isinstance(argument, Node) and argument.op == "get_attr"
+
+
+def _parameter(graph_module: GraphModule, node: Node, index: int) -> Tensor:
+    argument = node.args[index]
+    assert isinstance(argument, Node)
+    return _attribute(graph_module, str(argument.target))
 
 
 def _attribute(graph_module: GraphModule, target: str) -> Tensor:

@@ -107,7 +107,9 @@ def record(model: nn.Module, *, windows: Sequence[int], block_size: int) -> Trac
 def _logits(model: nn.Module, token_ids: Sequence[np.ndarray]) -> list[Tensor]:
     model.set_attn_implementation("eager")  # type: ignore[operator]
     with torch.no_grad():
-        return [model(input_ids=torch.from_numpy(i)[None], use_cache=False).logits[0].float() for i in token_ids]
+        return [
+            model(input_ids=torch.from_numpy(i)[None], use_cache=False).logits[0].float() for i in token_ids
+        ]
 
 
 def _is_float32(model: nn.Module) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -39,13 +39,13 @@ class Segment:
 
     def signature(self, graph_module: GraphModule) -> Hashable:
         """Equal for segments that compute the same function of their inputs and weights."""
-        names: dict[Node, Hashable] = {node: ("input", i) for i, node in enumerate(self.inputs)}
-        for i, node in enumerate(self.inputs):
-            names[node] = ("input", i, _fake_signature(node))
+        names: dict[Node, Hashable] = {
+            node: ("input", i, _fake_signature(node)) for i, node in enumerate(self.inputs)
+        }
         for i, node in enumerate(self.nodes):
             names[node] = ("node", i)
         order = {weight: i for i, weight in enumerate(self.weights)}
-        rows = []
+        rows: list[Hashable] = []
         for node in self.nodes:
             if node.op == "get_attr":
                 value = get_weight(graph_module, str(node.target))
@@ -60,7 +60,7 @@ def layer_prefix(model: nn.Module, num_layers: int) -> str:
     names = [n for n, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m) == num_layers]
     if not names:
         raise BuildError(f"{type(model).__name__}: no list of {num_layers} decoder layers found")
-    return min(names, key=lambda name: name.count("."))
+    return str(min(names, key=lambda name: name.count(".")))
 
 
 def cut(graph_module: GraphModule, prefix: str, num_layers: int) -> list[Segment]:
@@ -89,7 +89,9 @@ def _segment(name: str, core: list[Node], results: list[Node]) -> Segment:
     pending = list(core)
     while pending:  # sizes and weights are cloned into each segment that reads them
         for source in _sources(pending.pop()):
-            is_shared = source.op == "get_attr" or (source.op == "call_function" and not _is_tensor_valued(source))
+            is_shared = source.op == "get_attr" or (
+                source.op == "call_function" and not _is_tensor_valued(source)
+            )
             if is_shared and source not in members:
                 members.add(source)
                 pending.append(source)
@@ -139,7 +141,8 @@ class SegmentModule(nn.Module):
             else:
                 arguments = torch.fx.node.map_arg(node.args, values.__getitem__)
                 keywords = torch.fx.node.map_arg(node.kwargs, values.__getitem__)
-                values[node] = node.target(*arguments, **keywords)
+                function = cast("Callable[..., Any]", node.target)
+                values[node] = function(*arguments, **keywords)
         return [values[node].contiguous() for node in self.segment.outputs]
 
 

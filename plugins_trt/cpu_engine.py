@@ -24,7 +24,13 @@ from .paged_attention_cpu import WORK_LIST_FIELDS, PackedWork, pack_work
 ENGINE_FILE = "engine.json"
 WEIGHTS_FILE = "weights.safetensors"
 
-_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "I64": torch.int64, "I32": torch.int32, "BOOL": torch.bool}
+_DTYPES = {
+    "F32": torch.float32,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "BOOL": torch.bool,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,12 +76,21 @@ class EngineProgram:
                 SegmentProgram(
                     s["library"], s["weights"], tuple(s["inputs"]), tuple(s["outputs"]), tuple(s["windows"])
                 )
-                for s in data.pop("segments")
+                for s in data["segments"]
             )
-            lists = {name: tuple(data.pop(name)) for name in ("windows", "kv_heads", "head_dims")}
-            return cls(**data, **lists, segments=segments)
+            return cls(
+                dtype=data["dtype"],
+                block_size=data["block_size"],
+                use_tiles=data["use_tiles"],
+                windows=tuple(data["windows"]),
+                kv_heads=tuple(data["kv_heads"]),
+                head_dims=tuple(data["head_dims"]),
+                segments=segments,
+            )
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise BundleError(f"{path}: not a readable CPU engine ({error}); build the bundle again") from error
+            raise BundleError(
+                f"{path}: not a readable CPU engine ({error}); build the bundle again"
+            ) from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +174,10 @@ class CpuEngine:
 
     def _extras(self, work: PackedWork, positions: Tensor) -> dict[int, list[Tensor]]:
         """Per window, what an attending segment takes after its inputs."""
-        shared = [positions, *(torch.from_numpy(a) for a in (work.slot_page, work.slot_offset, work.output_index))]
+        shared = [
+            positions,
+            *(torch.from_numpy(a) for a in (work.slot_page, work.slot_offset, work.output_index)),
+        ]
         assert all(len(arrays) == len(WORK_LIST_FIELDS) for arrays in work.lists)
         return {
             window: [*shared, *(torch.from_numpy(a) for a in arrays)]
@@ -170,7 +188,7 @@ class CpuEngine:
 def _load(directory: Path, segment: SegmentProgram, weights: Mapping[str, Tensor]) -> _Loaded:
     path = directory / segment.library
     try:
-        runner = torch._C._aoti.AOTIModelContainerRunnerCpu(str(path), 1)  # type: ignore[attr-defined]
+        runner = torch._C._aoti.AOTIModelContainerRunnerCpu(str(path), 1)
         constants = {name: weights[key] for name, key in segment.weights.items()}
         if constants:
             runner.update_constant_buffer(constants, False, True, True)

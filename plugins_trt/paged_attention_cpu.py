@@ -56,7 +56,9 @@ class WorkList:
 WORK_LIST_FIELDS = tuple(f.name for f in fields(WorkList))
 
 
-def write_kv(cache_index: tuple[Tensor, Tensor], key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
+def write_kv(
+    cache_index: tuple[Tensor, Tensor], key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor
+) -> None:
     """Put `key`, `value` `[T, Hkv, D]` at (page, offset) of each token, in place.
 
     Non-finite values are clamped: a masked position has weight 0, and 0 * inf would carry one sequence's overflow
@@ -118,7 +120,9 @@ def _attend_rows(
     key_positions = work.item_start[:, None] + torch.arange(block_size)
     visible = _visible(key_positions, positions[work.item_query][:, None], window)[:, None]  # [W, 1, bs]
 
-    scores = [(queries[:, :, g][work.item_query][..., None] * keys).sum(2) for g in range(group)]  # [W, Hkv, bs]
+    scores = [
+        (queries[:, :, g][work.item_query][..., None] * keys).sum(2) for g in range(group)
+    ]  # [W, Hkv, bs]
     if soft_cap:
         scores = [soft_cap * torch.tanh(s / soft_cap) for s in scores]
     scores = [torch.where(visible, s, _MASKED) for s in scores]
@@ -138,7 +142,13 @@ def _attend_rows(
 
 
 def _attend_tiles(
-    query: Tensor, k_cache: Tensor, v_cache: Tensor, positions: Tensor, work: WorkList, scale: float, window: int
+    query: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    positions: Tensor,
+    work: WorkList,
+    scale: float,
+    window: int,
 ) -> Tensor:
     """[X * TILE, Hq, D]. The query heads of one KV head are folded into the query length: K/V are not repeated."""
     num_kv_heads, head_dim, block_size = k_cache.shape[1:]
@@ -170,7 +180,12 @@ class PackedWork:
 
     def arrays(self) -> list[np.ndarray]:
         """In the order of the graph's inputs."""
-        return [self.slot_page, self.slot_offset, self.output_index, *(a for work in self.lists for a in work)]
+        return [
+            self.slot_page,
+            self.slot_offset,
+            self.output_index,
+            *(a for work in self.lists for a in work),
+        ]
 
 
 def pack_work(
@@ -192,7 +207,7 @@ def pack_work(
     tiled = (counts > MAX_ROWS_PER_SEQUENCE) & use_tiles
     rows = np.flatnonzero(~tiled[owner])
     tiles = [
-        (b, first, min(first + TILE, int(starts[b + 1])))
+        (int(b), first, min(first + TILE, int(starts[b + 1])))
         for b in np.flatnonzero(tiled)
         for first in range(int(starts[b]), int(starts[b + 1]), TILE)
     ]
@@ -214,7 +229,12 @@ def _first_page(positions: np.ndarray, block_size: int, window: int) -> np.ndarr
 
 
 def _row_items(
-    rows: np.ndarray, positions: np.ndarray, tables: np.ndarray, block_size: int, padding_page: int, window: int
+    rows: np.ndarray,
+    positions: np.ndarray,
+    tables: np.ndarray,
+    block_size: int,
+    padding_page: int,
+    window: int,
 ) -> tuple[np.ndarray, ...]:
     first = _first_page(positions, block_size, window)
     counts = positions // block_size - first + 1
@@ -241,7 +261,10 @@ def _tile_pages(
     window: int,
 ) -> tuple[np.ndarray, ...]:
     spans = [
-        (int(_first_page(positions[first : first + 1], block_size, window)[0]), int(positions[end - 1]) // block_size + 1)
+        (
+            int(_first_page(positions[first : first + 1], block_size, window)[0]),
+            int(positions[end - 1]) // block_size + 1,
+        )
         for _, first, end in tiles
     ]
     width = max((last - first for first, last in spans), default=1)

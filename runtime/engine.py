@@ -90,7 +90,12 @@ class Engine:
     """
 
     def __init__(
-        self, executor: Executor, tokenizer: Tokenizer, config: EngineConfig | None = None, *, name: str = "model"
+        self,
+        executor: Executor,
+        tokenizer: Tokenizer,
+        config: EngineConfig | None = None,
+        *,
+        name: str = "model",
     ) -> None:
         config = config or EngineConfig()
         self.name = name
@@ -186,7 +191,9 @@ class Engine:
         self._scheduler.check_invariants()
         if not self._active:
             assert self._scheduler.num_used_blocks == 0, "idle, but blocks are in use"
-            assert self._scheduler.num_running == self._scheduler.num_waiting == 0, "idle, but sequences are queued"
+            assert self._scheduler.num_running == self._scheduler.num_waiting == 0, (
+                "idle, but sequences are queued"
+            )
 
     def stats(self) -> EngineStats:
         scheduler, totals = self._scheduler, self._totals
@@ -359,7 +366,9 @@ class Engine:
             del self._active[active.request.request_id]
             self._num_deadlines -= active.request.deadline is not None
 
-    def _finish_index(self, active: _Active, index: int, reason: str, error: PeltonError | None = None) -> None:
+    def _finish_index(
+        self, active: _Active, index: int, reason: str, error: PeltonError | None = None
+    ) -> None:
         """Finish choice `index`, also one that has not begun."""
         if index in active.finished:
             return

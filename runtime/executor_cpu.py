@@ -36,7 +36,9 @@ class CpuExecutor:
         available = limits.kv_cache_bytes if kv_cache_bytes is None else kv_cache_bytes
         num_blocks = available // block_bytes
         if num_blocks < 1:
-            raise ConfigError(f"kv_cache_memory: {available} bytes hold no block of {block_bytes} bytes; raise it")
+            raise ConfigError(
+                f"kv_cache_memory: {available} bytes hold no block of {block_bytes} bytes; raise it"
+            )
         self._engine = CpuEngine(directory, num_blocks=num_blocks)
         self._limits = ExecutorLimits(
             max_model_len=limits.max_model_len,

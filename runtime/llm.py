@@ -142,7 +142,9 @@ def _prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     return list(prompts)  # type: ignore[arg-type]
 
 
-def _params_list(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
+def _params_list(
+    params: SamplingParams | Sequence[SamplingParams] | None, count: int
+) -> list[SamplingParams]:
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * count
     if len(params) != count:
@@ -156,7 +158,9 @@ def _empty_output(request: Request, prompt: Prompt) -> RequestOutput:
         request_id=request.request_id,
         prompt=prompt if isinstance(prompt, str) else None,
         prompt_token_ids=request.prompt_token_ids,
-        outputs=[CompletionOutput(i, logprobs=() if wants_logprobs else None) for i in range(request.params.n)],
+        outputs=[
+            CompletionOutput(i, logprobs=() if wants_logprobs else None) for i in range(request.params.n)
+        ],
     )
 
 
@@ -170,5 +174,9 @@ def _add(output: RequestOutput, delta: Delta) -> None:
     if delta.prompt_logprobs is not None:
         output.prompt_logprobs = delta.prompt_logprobs
     if delta.finish_reason is not None:
-        choice.finish_reason, choice.stop_reason, choice.error = delta.finish_reason, delta.stop_reason, delta.error
+        choice.finish_reason, choice.stop_reason, choice.error = (
+            delta.finish_reason,
+            delta.stop_reason,
+            delta.error,
+        )
         output.finished = all(c.finish_reason is not None for c in output.outputs)

@@ -13,10 +13,26 @@ from .engine_options import engine_config, engine_options
 
 @click.command(name="bench")
 @click.argument("engine", type=click.Path(path_type=Path))
-@click.option("--repeats", default=3, show_default=True, type=click.IntRange(1), help="Runs of each part; medians are given.")
-@click.option("--num-requests", default=64, show_default=True, type=click.IntRange(1), help="Requests of the throughput part.")
-@click.option("--num-running", default=32, show_default=True, type=click.IntRange(1), help="Of them at a time.")
-@click.option("--num-new-tokens", default=128, show_default=True, type=click.IntRange(2), help="Output of each.")
+@click.option(
+    "--repeats",
+    default=3,
+    show_default=True,
+    type=click.IntRange(1),
+    help="Runs of each part; medians are given.",
+)
+@click.option(
+    "--num-requests",
+    default=64,
+    show_default=True,
+    type=click.IntRange(1),
+    help="Requests of the throughput part.",
+)
+@click.option(
+    "--num-running", default=32, show_default=True, type=click.IntRange(1), help="Of them at a time."
+)
+@click.option(
+    "--num-new-tokens", default=128, show_default=True, type=click.IntRange(2), help="Output of each."
+)
 @click.option("--skip-start", is_flag=True, help="Do not start a server to time its first token.")
 @click.option(
     "--baseline",

@@ -99,7 +99,10 @@ def measure(bundle: Path, engine_config: EngineConfig, config: BenchConfig) -> d
     if baseline:
         report["transformers"] = {k: _round(median(b[k] for b in baseline)) for k in baseline[0]}
         report["throughput_ratio"] = _round(
-            median(t.num_output_tokens / t.total / b["output_tokens_per_s"] for t, b in zip(many, baseline, strict=True))
+            median(
+                t.num_output_tokens / t.total / b["output_tokens_per_s"]
+                for t, b in zip(many, baseline, strict=True)
+            )
         )
     return report
 
@@ -121,7 +124,7 @@ def _run(engine: Engine, prompts: list[list[int]], num_new_tokens: int) -> Timin
 
 
 def _prompt(vocab: int, length: int, *, seed: int) -> list[int]:
-    return np.random.default_rng(seed).integers(0, vocab, length).tolist()
+    return [int(t) for t in np.random.default_rng(seed).integers(0, vocab, length)]
 
 
 def _prompts(vocab: int, count: int) -> list[list[int]]:
@@ -152,7 +155,17 @@ def _start_to_first_token(bundle: Path) -> float:
     """Seconds from starting `pelton serve` to the first streamed token of a chat."""
     start = time.perf_counter()
     server = subprocess.Popen(
-        [sys.executable, "-m", "pelton.scripts.cli", "serve", str(bundle), "--port", "0", "--log-level", "error"],
+        [
+            sys.executable,
+            "-m",
+            "pelton.scripts.cli",
+            "serve",
+            str(bundle),
+            "--port",
+            "0",
+            "--log-level",
+            "error",
+        ],
         stdout=subprocess.PIPE,
         text=True,
     )
@@ -174,7 +187,9 @@ def _start_to_first_token(bundle: Path) -> float:
         server.wait(timeout=60)
 
 
-def _baseline(checkpoint: Path, dtype: str, prompts: list[list[int]], config: BenchConfig) -> dict[str, float]:
+def _baseline(
+    checkpoint: Path, dtype: str, prompts: list[list[int]], config: BenchConfig
+) -> dict[str, float]:
     """The same work by `transformers.generate`: batches of `num_running`, padded on the left, in order of length."""
     import torch
     from transformers import AutoModelForCausalLM

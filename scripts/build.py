@@ -11,8 +11,15 @@ from .sizes import MEMORY
 
 @click.command(name="build")
 @click.argument("model")
-@click.option("-o", "--output", type=click.Path(path_type=Path), help="Bundle directory. [default: artifacts/NAME-DTYPE]")
-@click.option("--target", default="cpu", show_default=True, type=click.Choice(["cpu"]), help="What to compile for.")
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(path_type=Path),
+    help="Bundle directory. [default: artifacts/NAME-DTYPE]",
+)
+@click.option(
+    "--target", default="cpu", show_default=True, type=click.Choice(["cpu"]), help="What to compile for."
+)
 @click.option(
     "--dtype",
     default="auto",
@@ -20,12 +27,30 @@ from .sizes import MEMORY
     type=click.Choice(["auto", "float32", "bfloat16"]),
     help="Weights and cache; auto: as the checkpoint says.",
 )
-@click.option("--max-model-len", type=click.IntRange(min=2), help="Prompt + output tokens. [default: the model's, at most 8192]")
-@click.option("--max-batch-size", default=64, show_default=True, type=click.IntRange(min=1), help="Sequences per step.")
-@click.option("--max-step-tokens", default=512, show_default=True, type=click.IntRange(min=1), help="Tokens per step.")
-@click.option("--block-size", default="32", show_default=True, type=click.Choice(["16", "32", "64"]), help="Tokens per KV page.")
-@click.option("--kv-cache-memory", default="1GiB", show_default=True, type=MEMORY, help="Memory of the KV pages.")
-@click.option("--dry-run", is_flag=True, help="Say what would be built and how much memory it needs; build nothing.")
+@click.option(
+    "--max-model-len",
+    type=click.IntRange(min=2),
+    help="Prompt + output tokens. [default: the model's, at most 8192]",
+)
+@click.option(
+    "--max-batch-size", default=64, show_default=True, type=click.IntRange(min=1), help="Sequences per step."
+)
+@click.option(
+    "--max-step-tokens", default=512, show_default=True, type=click.IntRange(min=1), help="Tokens per step."
+)
+@click.option(
+    "--block-size",
+    default="32",
+    show_default=True,
+    type=click.Choice(["16", "32", "64"]),
+    help="Tokens per KV page.",
+)
+@click.option(
+    "--kv-cache-memory", default="1GiB", show_default=True, type=MEMORY, help="Memory of the KV pages."
+)
+@click.option(
+    "--dry-run", is_flag=True, help="Say what would be built and how much memory it needs; build nothing."
+)
 @click.option("--force", is_flag=True, help="Build even if an unchanged bundle is there.")
 def command(
     model: str,

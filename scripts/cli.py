@@ -12,8 +12,6 @@ import click
 from .. import __version__
 from ..errors import PeltonError
 
-_SPIN_COUNT = "1000"
-
 _COMMANDS = {
     "build": "compile a checkpoint into a bundle",
     "serve": "serve a bundle over HTTP, OpenAI-compatible",
@@ -42,9 +40,6 @@ class _Commands(click.Group):
             formatter.write_dl(list(_COMMANDS.items()))
 
     def invoke(self, ctx: click.Context) -> Any:
-        # Read once when torch loads its OpenMP. A step has hundreds of barriers; on a machine with other work the
-        # default spins through whole time slices at each (a step took 5 to 10 times as long).
-        os.environ.setdefault("GOMP_SPINCOUNT", _SPIN_COUNT)
         try:
             return super().invoke(ctx)
         except PeltonError as error:

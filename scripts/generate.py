@@ -21,9 +21,13 @@ if TYPE_CHECKING:
 @click.command(name="generate")
 @click.argument("engine", type=click.Path(path_type=Path))
 @click.argument("prompt", required=False)
-@click.option("--chat", is_flag=True, help="Treat PROMPT as a user's message; without PROMPT, hold a conversation.")
+@click.option(
+    "--chat", is_flag=True, help="Treat PROMPT as a user's message; without PROMPT, hold a conversation."
+)
 @click.option("--system", help="System message of the conversation (with --chat).")
-@click.option("--max-tokens", default=256, show_default=True, type=click.IntRange(1), help="Tokens of an answer.")
+@click.option(
+    "--max-tokens", default=256, show_default=True, type=click.IntRange(1), help="Tokens of an answer."
+)
 @click.option("--temperature", default=0.0, show_default=True, type=float, help="0: greedy.")
 @click.option("--top-p", default=1.0, show_default=True, type=float)
 @click.option("--top-k", default=0, show_default=True, type=int, help="0: off.")

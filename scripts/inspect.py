@@ -29,9 +29,18 @@ def command(bundle: Path, as_json: bool, verify: bool) -> None:
             ("target", f"{manifest.target}, {manifest.dtype}"),
             ("limits", ", ".join(f"{name}={value}" for name, value in asdict(limits).items())),
             ("size", f"{size / 2**20:.0f} MiB in {len(manifest.files)} files"),
-            ("built with", f"pelton {manifest.versions.pelton}, torch {manifest.versions.torch}, {manifest.versions.compiler}"),
+            (
+                "built with",
+                f"pelton {manifest.versions.pelton}, torch {manifest.versions.torch}, {manifest.versions.compiler}",
+            ),
             ("needs", f"{manifest.needs.machine} with {' '.join(manifest.needs.cpu_flags)}"),
-            *((proof["subject"], f"relative error {proof['relative_error']:.1e} over {proof['num_rows']} rows") for proof in proofs),
+            *(
+                (
+                    proof["subject"],
+                    f"relative error {proof['relative_error']:.1e} over {proof['num_rows']} rows",
+                )
+                for proof in proofs
+            ),
             ("content key", manifest.content_key),
             ("build again", manifest.build_command),
         ]

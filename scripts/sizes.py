@@ -11,7 +11,7 @@ _UNITS |= {f"{p}b": 1000**i for i, p in enumerate("kmgt", 1)}
 _UNITS |= {f"{p}ib": 1024**i for i, p in enumerate("kmgt", 1)}
 
 
-class MemorySize(click.ParamType):
+class MemorySize(click.ParamType):  # type: ignore[type-arg] # generic only in newer releases of click
     name = "size"
 
     def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> int:

@@ -18,7 +18,7 @@ import shutil
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from safetensors.torch import save_file
@@ -28,7 +28,7 @@ from torch.fx import GraphModule, Node
 
 from ...errors import BuildError
 from ...plugins_trt.cpu_engine import ENGINE_FILE, WEIGHTS_FILE, EngineProgram, SegmentProgram
-from ...plugins_trt.paged_attention_cpu import TILE, WORK_LIST_FIELDS, WorkList, attend, materialise, write_kv
+from ...plugins_trt.paged_attention_cpu import TILE, WORK_LIST_FIELDS, WorkList, attend, write_kv
 from ..export import KVGeometry
 from ..segments import Segment, SegmentModule, get_weight
 
@@ -60,8 +60,8 @@ class Attention:
 
 
 def attention_of(node: Node) -> Attention:
-    scale, window, soft_cap = (*node.args[8:], *(0, 0.0)[len(node.args) - 9 :])
-    return Attention(float(scale), int(window), float(soft_cap))  # type: ignore[arg-type]
+    scale, window, soft_cap = (*cast("tuple[float, ...]", node.args[8:]), 0, 0.0)[:3]
+    return Attention(float(scale), int(window), float(soft_cap))
 
 
 def lower(
@@ -180,13 +180,13 @@ class _Lowering:
             raise BuildError(f"Inductor refused {segment.name}: {_first_line(error)}") from error
         (library,) = [f for f in files if isinstance(f, str) and f.endswith(".so")]
         shutil.copyfile(library, path)
-        constants = next((f for f in files if not isinstance(f, str)), {})
+        constants: dict[str, Any] = next((f for f in files if not isinstance(f, str)), {})
         weights = [get_weight(self._graph_module, name) for name in segment.weights]
         return _Library(path, {name: _recipe(value, weights) for name, (value, _) in constants.items()})
 
     def _attention(self, node: Node, values: dict[Node, Any], extras: tuple[Tensor, ...]) -> Tensor:
         """The operator in the form this target compiles; caches are written in place."""
-        query, key, value, k_cache, v_cache = (values[a] for a in node.args[:5])
+        query, key, value, k_cache, v_cache = (values[cast("Node", a)] for a in node.args[:5])
         positions, slot_page, slot_offset, output_index, *lists = extras
         attention = attention_of(node)
         write_kv((slot_page, slot_offset), key, value, k_cache, v_cache)
@@ -262,9 +262,11 @@ def _layouts(weight: Tensor, constant: Tensor) -> list[tuple[str, Callable[[Tens
 
 
 def _blocked(weight: Tensor, blocks: int, width: int, vnni: int) -> Tensor:
-    """[N, K] -> [blocks, K, width]: columns of the transposed weight in blocks, rows interleaved by `vnni` (AMX, bf16)."""
+    """[N, K] -> [blocks, K, width]: blocks of columns of the transpose, rows interleaved by `vnni` (AMX in bf16)."""
     n, k = weight.shape
-    padded = torch.nn.functional.pad(weight.t(), (0, blocks * width - n)) if blocks * width >= n else weight.t()
+    padded = (
+        torch.nn.functional.pad(weight.t(), (0, blocks * width - n)) if blocks * width >= n else weight.t()
+    )
     if blocks * width != padded.shape[1]:
         return padded
     blocked = padded.reshape(k, blocks, width).transpose(0, 1).contiguous()

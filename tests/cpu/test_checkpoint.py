@@ -12,11 +12,11 @@ import pytest
 import torch
 from huggingface_hub.utils import filter_repo_objects
 from safetensors.torch import load_file, save_file
-from support.checkpoints import FAMILIES, tiny_checkpoint
 from transformers import AutoModelForCausalLM, Gemma3Config, T5Config
 
 from pelton.compile.checkpoint import Checkpoint, load_model, open_checkpoint
 from pelton.errors import BuildError
+from support.checkpoints import FAMILIES, tiny_checkpoint
 
 Tensors = dict[str, torch.Tensor]
 EMBEDDING = "model.embed_tokens.weight"

@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.checkpoints import END_OF_TEXT, IM_END, tiny_checkpoint
-from support.gguf_files import write_gguf
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from pelton.compile.checkpoint import Checkpoint, load_model, open_checkpoint, write_serving_files
 from pelton.compile.gguf import GgufFile, convert_gguf
 from pelton.errors import BuildError
 from pelton.runtime.tokenizer import Tokenizer
+from support.checkpoints import END_OF_TEXT, IM_END, tiny_checkpoint
+from support.gguf_files import write_gguf
 
 PROMPT = torch.arange(3, 27)[None]
 

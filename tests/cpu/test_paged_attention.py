@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
+
 from pelton.plugins_trt.paged_attention import paged_attention
 from pelton.plugins_trt.paged_attention_cpu import WorkList, attend, pack_work, write_kv
 
@@ -42,7 +43,9 @@ CASES = {
 }
 
 
-def run(case: Case, *, use_tiles: bool, dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, torch.Tensor]:
+def run(
+    case: Case, *, use_tiles: bool, dtype: torch.dtype = torch.float64
+) -> tuple[torch.Tensor, torch.Tensor]:
     """(CPU form, reference), both `[T, Hq, D]`; pages that a sequence does not own are poisoned with NaN."""
     random = np.random.default_rng(0)
     torch.manual_seed(0)

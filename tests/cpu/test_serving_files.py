@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import tokenizers
-from support.checkpoints import CHATML, END_OF_TEXT, IM_END, IM_START, tiny_checkpoint
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
 from pelton.compile.checkpoint import open_checkpoint, write_serving_files
 from pelton.runtime.tokenizer import Tokenizer
+from support.checkpoints import CHATML, END_OF_TEXT, IM_END, IM_START, tiny_checkpoint
 
 TEXTS = ["The engine reads 2024 pages.", "  two  spaces", "one<|im_end|>two", "Žluťoučký kůň 🐎", ""]
 

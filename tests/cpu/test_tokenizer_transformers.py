@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import transformers
+
+from pelton.runtime.tokenizer import Tokenizer
 from support.vocabularies import (
     CHATML,
     SCRIPTS,
@@ -15,8 +17,6 @@ from support.vocabularies import (
     sentencepiece_backend,
     write_files,
 )
-
-from pelton.runtime.tokenizer import Tokenizer
 
 # The shapes of templates in use: trimmed contents, roles checked, a BOS written or not, tools, thinking.
 TEMPLATES = {

@@ -13,13 +13,13 @@ from types import SimpleNamespace
 import pytest
 from click.testing import CliRunner, Result
 from rich.console import Console
-from support.batch import completion, make_engine, read_records, write_lines
 
 from pelton.errors import BundleError, JobError, PeltonError
 from pelton.runtime.batch.progress import JobProgress
 from pelton.runtime.engine import Engine, EngineConfig
 from pelton.scripts import batch as batch_script
 from pelton.scripts.batch_progress import BarDisplay, LineDisplay, make_display
+from support.batch import completion, make_engine, read_records, write_lines
 
 
 class Command:

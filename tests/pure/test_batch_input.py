@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.batch import OPTIONS, completion, make_engine, read_records, write_lines
 
 from pelton.errors import JobError, RequestError
 from pelton.runtime.batch import digests, lines
@@ -19,6 +18,7 @@ from pelton.runtime.batch.digests import RepeatFinder
 from pelton.runtime.batch.job import run_job
 from pelton.runtime.batch.lines import RawLine, parse_line, read_lines
 from pelton.runtime.batch.scan import scan_input
+from support.batch import OPTIONS, completion, make_engine, read_records, write_lines
 
 
 def refusal(tmp_path: Path, content: list[object]) -> str:

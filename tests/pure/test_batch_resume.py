@@ -13,12 +13,12 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from support.batch import OPTIONS, completion, make_engine, mixed_lines, read_records, write_lines
 
 from pelton.errors import JobError
 from pelton.runtime.batch import results
 from pelton.runtime.batch.job import BatchJob, JobOptions, run_job
 from pelton.runtime.inputs import StepInputs
+from support.batch import OPTIONS, completion, make_engine, mixed_lines, read_records, write_lines
 
 NUM_LINES = 60
 

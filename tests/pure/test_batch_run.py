@@ -13,6 +13,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+
+from pelton.errors import EngineError
+from pelton.runtime.batch import run
+from pelton.runtime.batch.job import run_job
+from pelton.runtime.batch.progress import JobProgress
+from pelton.runtime.inputs import StepInputs
+from pelton.runtime.request import Request
 from support.batch import (
     LIMITS,
     OPTIONS,
@@ -24,13 +31,6 @@ from support.batch import (
     read_records,
     write_lines,
 )
-
-from pelton.errors import EngineError
-from pelton.runtime.batch import run
-from pelton.runtime.batch.job import run_job
-from pelton.runtime.batch.progress import JobProgress
-from pelton.runtime.inputs import StepInputs
-from pelton.runtime.request import Request
 
 GOOD_LINES = (1, 3, 9, 10, 20)
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from support.vocabularies import CHATML
 
 from pelton.errors import BundleError, RequestError
 from pelton.runtime.chat_template import ChatTemplate
+from support.vocabularies import CHATML
 
 USER = {"role": "user", "content": "hi"}
 PARTS = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]

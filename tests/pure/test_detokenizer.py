@@ -8,11 +8,11 @@ from itertools import pairwise
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.vocabularies import SCRIPTS, byte_level, sentencepiece
 
 from pelton.runtime.detokenizer import Detokenizer
 from pelton.runtime.request import SamplingParams
 from pelton.runtime.tokenizer import Tokenizer
+from support.vocabularies import SCRIPTS, byte_level, sentencepiece
 
 TOKENIZERS = {"byte-level": byte_level(), "byte-fallback": sentencepiece(bos=False)}
 PLAIN = SamplingParams()

@@ -29,7 +29,11 @@ LIMITS = ExecutorLimits(
 
 
 def make_engine(
-    next_token: object = None, *, config: EngineConfig | None = None, hooks: dict[str, object] | None = None, **limits: int
+    next_token: object = None,
+    *,
+    config: EngineConfig | None = None,
+    hooks: dict[str, object] | None = None,
+    **limits: int,
 ) -> Engine:
     executor = ScriptedExecutor(next_token or digest(200), replace(LIMITS, **limits), **(hooks or {}))  # type: ignore[arg-type]
     return Engine(executor, byte_tokenizer(), config or EngineConfig(check_invariants=True))
@@ -101,7 +105,9 @@ def test_sc_05_preemption_changes_nothing_that_a_client_sees(num_blocks: int) ->
     def requests() -> list[Request]:
         params = [
             greedy(60, logprobs=2, repetition_penalty=1.3),
-            SamplingParams(temperature=0.9, seed=3, max_tokens=55, min_tokens=50, presence_penalty=1.0, logprobs=1),
+            SamplingParams(
+                temperature=0.9, seed=3, max_tokens=55, min_tokens=50, presence_penalty=1.0, logprobs=1
+            ),
             greedy(50, frequency_penalty=0.7),
         ]
         return [Request(f"r{i}", prompt(17 + 5 * i, seed=i), p) for i, p in enumerate(params)]
@@ -128,7 +134,9 @@ def test_sa_04_a_seeded_request_does_not_depend_on_its_mates() -> None:
     alone = tokens(run(make_engine(hooks=hooks), target)["target", 0])
     assert len(set(alone)) > 5
     unseeded = [
-        Request(f"mate{i}", prompt(9 + i, seed=i), SamplingParams(temperature=1.0, max_tokens=40, ignore_eos=True))
+        Request(
+            f"mate{i}", prompt(9 + i, seed=i), SamplingParams(temperature=1.0, max_tokens=40, ignore_eos=True)
+        )
         for i in range(7)
     ]
     for mates in (unseeded[:1], unseeded):
@@ -145,7 +153,9 @@ def test_choices_of_one_request_share_the_prompt_and_differ_by_seed() -> None:
 
     executor_hooks: dict[str, object] = {"after_step": flat}
     engine = make_engine(hooks=executor_hooks)
-    results = run(engine, Request("r", prompt(40), SamplingParams(n=4, seed=1, max_tokens=20, ignore_eos=True)))
+    results = run(
+        engine, Request("r", prompt(40), SamplingParams(n=4, seed=1, max_tokens=20, ignore_eos=True))
+    )
     assert sorted(results) == [("r", i) for i in range(4)]
     assert len({tuple(tokens(d)) for d in results.values()}) == 4
     # The prompt once (40), then 19 tokens of each choice are computed.
@@ -162,7 +172,9 @@ def test_greedy_choices_are_equal_and_right_after_copy_on_write() -> None:
 def test_pc_03_prompt_logprobs_are_the_same_with_a_warm_cache(length: int) -> None:
     request = Request("scored", prompt(length), greedy(2, prompt_logprobs=1))
     plain = Request("plain", prompt(length), greedy(2))
-    cold = run(make_engine(config=EngineConfig(enable_prefix_caching=False)), request)["scored", 0][0].prompt_logprobs
+    cold = run(make_engine(config=EngineConfig(enable_prefix_caching=False)), request)["scored", 0][
+        0
+    ].prompt_logprobs
     engine = make_engine()
     seen = []
     for turn in (request, plain, request):
@@ -207,7 +219,9 @@ def test_sa_06_nan_logits_fail_the_one_request() -> None:
 
 def test_deadline_ends_a_request_with_what_it_has() -> None:
     engine = make_engine()
-    results = run(engine, Request("late", prompt(5), greedy(50), deadline=0.0), Request("free", prompt(5), greedy(3)))
+    results = run(
+        engine, Request("late", prompt(5), greedy(50), deadline=0.0), Request("free", prompt(5), greedy(3))
+    )
     assert results["late", 0][-1].finish_reason == "deadline"
     assert results["free", 0][-1].finish_reason == "length"
 
@@ -235,7 +249,9 @@ def test_stop_token_eos_and_ignore_eos() -> None:
         return script[min(len(context) - 2, len(script) - 1)]
 
     def one(**params: object) -> Delta:
-        deltas = run(make_engine(scripted), Request("r", (1, 2), SamplingParams(temperature=0, max_tokens=5, **params)))  # type: ignore[arg-type]
+        deltas = run(
+            make_engine(scripted), Request("r", (1, 2), SamplingParams(temperature=0, max_tokens=5, **params))
+        )  # type: ignore[arg-type]
         return replace(deltas["r", 0][-1], token_ids=tuple(tokens(deltas["r", 0])))
 
     ended = one()

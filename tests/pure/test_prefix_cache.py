@@ -4,10 +4,10 @@ import random
 from hashlib import blake2b
 
 import pytest
-from support.scheduling import StepDriver, generate, make_config, make_sequence
 
 from pelton.runtime.blocks import BlockPool
 from pelton.runtime.prefix_cache import HashFunction, PrefixCache, TokenChain
+from support.scheduling import StepDriver, generate, make_config, make_sequence
 
 
 def four_bit_hash(data: bytes) -> bytes:

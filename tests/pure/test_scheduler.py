@@ -4,11 +4,11 @@ import random
 import time
 
 import pytest
-from support.scheduling import StepDriver, generate, make_config, make_sequence
 
 from pelton.runtime.plan import StepPlan
 from pelton.runtime.scheduler import Scheduler
 from pelton.runtime.sequence import Sequence
+from support.scheduling import StepDriver, generate, make_config, make_sequence
 
 # --- steps
 

@@ -1,11 +1,11 @@
 from __future__ import annotations
 
 import pytest
-from support.scheduling import StepDriver, generate, make_config, make_sequence
 
 from pelton.errors import ConfigError, RequestError
 from pelton.runtime.scheduler import Scheduler
 from pelton.runtime.sequence import Sequence
+from support.scheduling import StepDriver, generate, make_config, make_sequence
 
 
 @pytest.mark.parametrize(

@@ -14,9 +14,9 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from support.scheduling import StepDriver, make_config, make_sequence
 
 from pelton.runtime.sequence import Sequence
+from support.scheduling import StepDriver, make_config, make_sequence
 
 STEPS_PER_TRACE = 1500
 

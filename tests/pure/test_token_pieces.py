@@ -7,11 +7,11 @@ import json
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.vocabularies import byte_level_backend, sentencepiece_backend
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from pelton.errors import BundleError
 from pelton.runtime.token_pieces import TokenPieces, byte_level_alphabet
+from support.vocabularies import byte_level_backend, sentencepiece_backend
 
 WORDS = ["▁▁", "▁the", "end", "▁", " x", "日", "<0xE6>", "<0x97>", "<0xA5>", "<0x41>", "<0x4>"]
 

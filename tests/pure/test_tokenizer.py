@@ -9,6 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer as Backend
+from tokenizers import models
+
+from pelton.errors import BundleError, RequestError
+from pelton.runtime.detokenizer import Detokenizer
+from pelton.runtime.request import SamplingParams
+from pelton.runtime.tokenizer import Tokenizer
 from support.vocabularies import (
     CHATML,
     SCRIPTS,
@@ -18,13 +25,6 @@ from support.vocabularies import (
     sentencepiece_backend,
     write_files,
 )
-from tokenizers import Tokenizer as Backend
-from tokenizers import models
-
-from pelton.errors import BundleError, RequestError
-from pelton.runtime.detokenizer import Detokenizer
-from pelton.runtime.request import SamplingParams
-from pelton.runtime.tokenizer import Tokenizer
 
 BOS = 1
 CONFIG = {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>"}

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import numpy as np
+
 from pelton.runtime.executor import ExecutorLimits, StepOutput
 from pelton.runtime.inputs import StepInputs
 

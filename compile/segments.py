@@ -6,7 +6,7 @@ time of a build does not grow with the number of layers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -115,20 +115,21 @@ def _segment(name: str, core: list[Node], results: list[Node]) -> Segment:
 class SegmentModule(nn.Module):
     """A segment as a module of its own, with `attention(index, query, key, value, node)` in place of the operator.
 
-    `forward(inputs, extras)` takes the segment's inputs and whatever `attention` needs besides.
+    `weights` stand in order for `segment.weights`. `forward(inputs, extras)` takes the segment's inputs and whatever
+    `attention` needs besides.
     """
 
     def __init__(
         self,
-        graph_module: GraphModule,
         segment: Segment,
+        weights: Sequence[Tensor],
         attention: Callable[[Node, dict[Node, Any], tuple[Tensor, ...]], Tensor],
     ) -> None:
         super().__init__()
         self.segment = segment
         self._attention = attention
-        for index, name in enumerate(segment.weights):
-            self.register_buffer(f"weight_{index}", get_weight(graph_module, name))
+        for index, weight in enumerate(weights):
+            self.register_buffer(f"weight_{index}", weight)
 
     def forward(self, inputs: list[Tensor], extras: list[Tensor]) -> list[Tensor]:
         values: dict[Node, Any] = dict(zip(self.segment.inputs, inputs, strict=True))

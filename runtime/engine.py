@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from ..errors import EngineError, PeltonError, RequestError
+from ..errors import ConfigError, EngineError, PeltonError, RequestError
 from .detokenizer import Detokenizer
 from .executor import Executor, ExecutorLimits
 from .inputs import logits_offsets, pack
@@ -82,10 +82,18 @@ class _Active:
     has_sent_prompt_logprobs: bool = False
 
 
+def _within(name: str, wanted: int | None, built: int) -> int:
+    if wanted is not None and wanted > built:
+        raise ConfigError(
+            f"{name}: {wanted} is above {built}, which the engine was built for; lower it or build again"
+        )
+    return built if wanted is None else wanted
+
+
 class Engine:
     """Runs `executor` for many requests at once.
 
-    `admit` and `abort` only change state; everything that a client sees comes out of `step`, in order. Every
+    Raises `ConfigError` when `config` asks for more than the executor was built for. `admit` and `abort` only change state; everything that a client sees comes out of `step`, in order. Every
     ending of a choice goes through `_finish`.
     """
 
@@ -104,8 +112,8 @@ class Engine:
         limits = executor.limits
         self._limits = replace(
             limits,
-            max_batch_size=min(config.max_batch_size or limits.max_batch_size, limits.max_batch_size),
-            max_step_tokens=min(config.max_step_tokens or limits.max_step_tokens, limits.max_step_tokens),
+            max_batch_size=_within("max_batch_size", config.max_batch_size, limits.max_batch_size),
+            max_step_tokens=_within("max_step_tokens", config.max_step_tokens, limits.max_step_tokens),
         )
         self._scheduler = Scheduler(
             SchedulerConfig(

@@ -9,7 +9,7 @@ import sys
 import time
 import urllib.request
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -47,36 +47,29 @@ class Timing:
     num_output_tokens: int
 
 
+@dataclass(slots=True)
+class _Samples:
+    """What each repeat measured."""
+
+    single: list[Timing] = field(default_factory=list)
+    prefill: list[Timing] = field(default_factory=list)
+    many: list[Timing] = field(default_factory=list)
+    shared: list[Timing] = field(default_factory=list)
+    baseline: list[dict[str, float]] = field(default_factory=list)
+    peak_memory: int = 0
+
+
 def measure(bundle: Path, engine_config: EngineConfig, config: BenchConfig) -> dict[str, Any]:
-    """Everything `pelton bench` reports, as JSON-ready numbers."""
+    """Everything `pelton bench` reports, as JSON-ready numbers: medians over the repeats."""
     manifest = read_manifest(bundle)
     start = [_start_to_first_token(bundle) for _ in range(config.repeats)] if config.measure_start else []
     bandwidth = _read_bandwidth()
-    executor_bytes = _step_weight_bytes(bundle)
-    vocab = manifest.model.vocab_size
-    prompts = _prompts(vocab, config.num_requests)
-    single: list[Timing] = []
-    prefill: list[Timing] = []
-    many: list[Timing] = []
-    shared: list[Timing] = []
-    baseline: list[dict[str, float]] = []
+    weight_bytes = _step_weight_bytes(bundle)
     running = min(config.num_running, manifest.limits.max_batch_size)
-    engine = load_engine(bundle, replace(engine_config, max_batch_size=running))
-    _run(engine, [_prompt(vocab, 64, seed=1)], 8)
-    for repeat in range(config.repeats):
-        single.append(_run(engine, [_prompt(vocab, TPOT_CONTEXT_TOKENS, seed=100 + repeat)], TPOT_NEW_TOKENS))
-        prefill.append(_run(engine, [_prompt(vocab, TTFT_PROMPT_TOKENS, seed=200 + repeat)], 1))
-        fresh = [[(t + repeat) % vocab for t in prompt] for prompt in prompts]
-        many.append(_run(engine, fresh, config.num_new_tokens))
-        common = _prompt(vocab, SHARED_TOKENS, seed=300 + repeat)
-        own = [_prompt(vocab, SHARED_OWN_TOKENS, seed=1000 * repeat + i) for i in range(SHARED_REQUESTS)]
-        shared.append(_run(engine, [common + o for o in own], SHARED_NEW_TOKENS))
-        if config.baseline is not None:
-            baseline.append(_baseline(config.baseline, manifest.dtype, fresh, config))
-    engine.close()
-    floor = executor_bytes / bandwidth
-    tpot = median((t.total - t.first) / (t.num_output_tokens - 1) for t in single)
-    throughput = median(t.num_output_tokens / t.total for t in many)
+    samples = _sample(bundle, replace(engine_config, max_batch_size=running), config)
+    floor = weight_bytes / bandwidth
+    tpot = median((t.total - t.first) / (t.num_output_tokens - 1) for t in samples.single)
+    rates = [t.num_output_tokens / t.total for t in samples.many]
     report: dict[str, Any] = {
         "bundle": bundle.resolve().name,
         "model": manifest.model.source.rsplit("/", 1)[-1],
@@ -87,24 +80,51 @@ def measure(bundle: Path, engine_config: EngineConfig, config: BenchConfig) -> d
         "tpot_ms": _round(tpot * 1e3),
         "tpot_floor_ms": _round(floor * 1e3),
         "tpot_over_floor": _round(tpot / floor),
-        "ttft_512_ms": _round(median(t.first for t in prefill) * 1e3),
-        "output_tokens_per_s": _round(throughput),
-        "output_tokens_per_s_all": [_round(t.num_output_tokens / t.total) for t in many],
-        "shared_prefix_requests_per_s": _round(median(SHARED_REQUESTS / t.total for t in shared)),
+        "ttft_512_ms": _round(median(t.first for t in samples.prefill) * 1e3),
+        "output_tokens_per_s": _round(median(rates)),
+        "output_tokens_per_s_all": [_round(rate) for rate in rates],
+        "shared_prefix_requests_per_s": _round(median(SHARED_REQUESTS / t.total for t in samples.shared)),
         "start_to_first_token_s": _round(median(start)) if start else None,
-        "peak_memory_mib": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024),
+        "peak_memory_mib": round(samples.peak_memory / 2**20),
         "read_bandwidth_gb_per_s": _round(bandwidth / 1e9),
-        "step_weight_mib": round(executor_bytes / 2**20),
+        "step_weight_mib": round(weight_bytes / 2**20),
     }
-    if baseline:
-        report["transformers"] = {k: _round(median(b[k] for b in baseline)) for k in baseline[0]}
-        report["throughput_ratio"] = _round(
-            median(
-                t.num_output_tokens / t.total / b["output_tokens_per_s"]
-                for t, b in zip(many, baseline, strict=True)
-            )
-        )
+    if samples.baseline:
+        names = samples.baseline[0]
+        report["transformers"] = {name: _round(median(b[name] for b in samples.baseline)) for name in names}
+        pairs = zip(rates, samples.baseline, strict=True)
+        report["throughput_ratio"] = _round(median(rate / b["output_tokens_per_s"] for rate, b in pairs))
     return report
+
+
+def _sample(bundle: Path, engine_config: EngineConfig, config: BenchConfig) -> _Samples:
+    """The parts in turn, repeat by repeat, so that a drift of the machine touches all of them."""
+    manifest = read_manifest(bundle)
+    vocab = manifest.model.vocab_size
+    samples = _Samples()
+    engine = load_engine(bundle, engine_config)
+    _run(engine, [_prompt(vocab, 64, seed=1)], 8)
+    for repeat in range(config.repeats):
+        one = _prompt(vocab, TPOT_CONTEXT_TOKENS, seed=100 + repeat)
+        samples.single.append(_run(engine, [one], TPOT_NEW_TOKENS))
+        long = _prompt(vocab, TTFT_PROMPT_TOKENS, seed=200 + repeat)
+        samples.prefill.append(_run(engine, [long], 1))
+        prompts = _prompts(vocab, config.num_requests, repeat)
+        samples.many.append(_run(engine, prompts, config.num_new_tokens))
+        common = _prompt(vocab, SHARED_TOKENS, seed=300 + repeat)
+        own = [_prompt(vocab, SHARED_OWN_TOKENS, seed=1000 * repeat + i) for i in range(SHARED_REQUESTS)]
+        samples.shared.append(_run(engine, [common + o for o in own], SHARED_NEW_TOKENS))
+        if not samples.baseline:  # transformers in this process would count as ours
+            samples.peak_memory = max(samples.peak_memory, _resident_peak())
+        if config.baseline is not None:
+            samples.baseline.append(_baseline(config.baseline, manifest.dtype, prompts, config))
+    engine.close()
+    return samples
+
+
+def _resident_peak() -> int:
+    """Bytes. Linux counts KiB."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def _run(engine: Engine, prompts: list[list[int]], num_new_tokens: int) -> Timing:
@@ -127,10 +147,10 @@ def _prompt(vocab: int, length: int, *, seed: int) -> list[int]:
     return [int(t) for t in np.random.default_rng(seed).integers(0, vocab, length)]
 
 
-def _prompts(vocab: int, count: int) -> list[list[int]]:
-    """Prompts of 32 to 512 random tokens: nothing is shared."""
+def _prompts(vocab: int, count: int, repeat: int) -> list[list[int]]:
+    """Prompts of 32 to 512 random tokens, of the same lengths in each repeat: nothing is shared."""
     lengths = np.random.default_rng(0).integers(32, 513, count)
-    return [_prompt(vocab, int(n), seed=10_000 + i) for i, n in enumerate(lengths)]
+    return [_prompt(vocab, int(n), seed=10_000 * (repeat + 1) + i) for i, n in enumerate(lengths)]
 
 
 def _read_bandwidth() -> float:
@@ -190,7 +210,7 @@ def _start_to_first_token(bundle: Path) -> float:
 def _baseline(
     checkpoint: Path, dtype: str, prompts: list[list[int]], config: BenchConfig
 ) -> dict[str, float]:
-    """The same work by `transformers.generate`: batches of `num_running`, padded on the left, in order of length."""
+    """The same work by `transformers.generate`: batches of `num_running` as they arrive, padded on the left."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -214,8 +234,7 @@ def _baseline(
     one = [prompts[0] * 16][0][:TPOT_CONTEXT_TOKENS]
     tpot = (run([one], 33) - run([one], 1)) / 32
     ttft = run([(prompts[0] * 32)[:TTFT_PROMPT_TOKENS]], 1)
-    ordered = sorted(prompts, key=len)
-    batches = [ordered[i : i + config.num_running] for i in range(0, len(ordered), config.num_running)]
+    batches = [prompts[i : i + config.num_running] for i in range(0, len(prompts), config.num_running)]
     total = sum(run(batch, config.num_new_tokens) for batch in batches)
     return {
         "tpot_ms": tpot * 1e3,

@@ -165,7 +165,9 @@ class _Lowering:
         self._use_tiles = use_tiles
 
     def compile(self, segment: Segment, path: Path) -> _Library:
-        module = SegmentModule(self._graph_module, segment, self._attention)
+        generator = torch.Generator().manual_seed(0)
+        weights = [_stand_in(get_weight(self._graph_module, name), generator) for name in segment.weights]
+        module = SegmentModule(segment, weights, self._attention)
         inputs, input_shapes = self._example_inputs(segment)
         extras, extra_shapes = self._example_extras(segment)
         try:
@@ -181,7 +183,6 @@ class _Lowering:
         (library,) = [f for f in files if isinstance(f, str) and f.endswith(".so")]
         shutil.copyfile(library, path)
         constants: dict[str, Any] = next((f for f in files if not isinstance(f, str)), {})
-        weights = [get_weight(self._graph_module, name) for name in segment.weights]
         return _Library(path, {name: _recipe(value, weights) for name, (value, _) in constants.items()})
 
     def _attention(self, node: Node, values: dict[Node, Any], extras: tuple[Tensor, ...]) -> Tensor:
@@ -231,6 +232,17 @@ class _Lowering:
         static = {("positions", 0), ("tile_query", 1)}
         shapes = [{d: Dim.AUTO for d in range(len(sizes[n])) if (n, d) not in static} for n in names]
         return tensors, shapes
+
+
+def _stand_in(weight: Tensor, generator: torch.Generator) -> Tensor:
+    """Random values of the same form, to compile a class with.
+
+    Real ones could be special (norm weights of all ones would be folded away, for all layers of the class) or equal
+    to each other, and then a constant could not be told apart by content.
+    """
+    if not weight.is_floating_point():
+        return weight
+    return torch.randn(weight.shape, generator=generator).to(weight.dtype)
 
 
 def _recipe(constant: Tensor, weights: list[Tensor]) -> Recipe | Tensor:

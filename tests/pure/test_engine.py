@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from pelton.errors import EngineError, RequestError
+from pelton.errors import ConfigError, EngineError, RequestError
 from pelton.runtime.engine import Engine, EngineConfig
 from pelton.runtime.executor import ExecutorLimits
 from pelton.runtime.inputs import StepInputs
@@ -291,3 +291,9 @@ def test_close_ends_what_runs() -> None:
     engine.close()
     assert engine.step()[-1].finish_reason == "abort"
     assert not engine.has_work
+
+
+@pytest.mark.parametrize("name", ["max_batch_size", "max_step_tokens"])
+def test_more_than_the_engine_was_built_for_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match=name):
+        make_engine(config=EngineConfig(**{name: 1000}))  # type: ignore[arg-type]

@@ -1,0 +1,119 @@
+"""`pelton build`: a bundle whole or not at all, found again when unchanged, and errors a user can act on."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import pelton
+
+from support.checkpoints import tiny_checkpoint
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_checkpoint("llama", tmp_path_factory.mktemp("tiny"))
+
+
+def test_dry_run_explains_the_memory_and_writes_nothing(checkpoint: Path, tmp_path: Path) -> None:
+    done = pelton("build", checkpoint, "-o", tmp_path / "out", "--dry-run", "--kv-cache-memory", "1MiB")
+    assert done.returncode == 0, done.stderr
+    # 2 layers * 2 (K, V) * 2 heads * 16 * 4 bytes = 512 bytes a token: 16 KiB a block of 32, 64 blocks in 1 MiB.
+    assert "64 blocks of 32 tokens" in done.stdout
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_unchanged_build_is_found_and_a_changed_limit_is_not(tiny_bundles: dict[str, Path]) -> None:
+    bundle = tiny_bundles["llama"]
+    manifest = json.loads((bundle / "manifest.json").read_text())
+    assert manifest["limits"]["block_size"] == 16
+    again = pelton(
+        "build", manifest["model"]["source"], "-o", bundle, "--dtype", "float32", "--block-size", "16"
+    )
+    assert again.returncode == 0, again.stderr
+    assert "unchanged" in again.stdout
+    assert "compile" not in again.stderr
+    changed = pelton(
+        "build", manifest["model"]["source"], "-o", bundle, "--dtype", "float32", "--block-size", "16",
+        "--max-model-len", "100", "--dry-run",
+    )  # fmt: skip
+    assert manifest["content_key"][:12] not in changed.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--max-model-len", "100000"], "max_model_len"),
+        (["--max-step-tokens", "8", "--max-batch-size", "9"], "max_step_tokens"),
+        (["--kv-cache-memory", "1KiB"], "less than one block"),
+        (["--kv-cache-memory", "lots"], "not a size"),
+        (["--dtype", "int3"], "int3"),
+    ],
+)
+def test_bad_limits_name_the_option(
+    checkpoint: Path, tmp_path: Path, arguments: list[str], message: str
+) -> None:
+    done = pelton("build", checkpoint, "-o", tmp_path / "out", *arguments)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_missing_model_and_a_missing_bundle_are_one_line(tmp_path: Path) -> None:
+    for arguments in (
+        ("build", tmp_path / "nothing", "-o", tmp_path / "out"),
+        ("generate", tmp_path / "nothing", "hello"),
+        ("serve", tmp_path / "nothing"),
+        ("inspect", tmp_path / "nothing"),
+        ("bench", tmp_path / "nothing"),
+    ):
+        done = pelton(*arguments)
+        assert done.returncode == 2, arguments
+        assert "Traceback" not in done.stderr
+        assert "nothing" in done.stderr
+
+
+def test_a_damaged_bundle_is_refused_before_it_is_loaded(
+    tiny_bundles: dict[str, Path], tmp_path: Path
+) -> None:
+    bundle = tmp_path / "copy"
+    shutil.copytree(tiny_bundles["llama"], bundle)
+    weights = bundle / "weights.safetensors"
+    data = bytearray(weights.read_bytes())
+    data[-1] ^= 1
+    weights.write_bytes(data)
+    assert pelton("inspect", bundle).returncode == 0
+    verified = pelton("inspect", bundle, "--verify")
+    assert verified.returncode == 2
+    assert "weights.safetensors was changed" in verified.stderr
+    weights.write_bytes(data[:-10])
+    torn = pelton("generate", bundle, "hello")
+    assert torn.returncode == 2
+    assert "weights.safetensors has" in torn.stderr
+    assert "pelton build" in torn.stderr
+
+
+def test_pool_that_holds_less_than_the_window_is_said_at_the_start(tiny_bundles: dict[str, Path]) -> None:
+    done = pelton(
+        "generate", tiny_bundles["llama"], "hello", "--max-tokens", "4", "--kv-cache-memory", "64KiB"
+    )
+    assert done.returncode == 0, done.stderr
+    assert "the KV cache holds" in done.stderr
+
+
+def test_sa_10_a_prompt_beyond_the_context_is_refused_not_cut(tiny_bundles: dict[str, Path]) -> None:
+    done = pelton("generate", tiny_bundles["llama"], "many words " * 400)
+    assert done.returncode == 2
+    assert "512" in done.stderr
+    assert done.stdout.strip() == ""
+
+
+def test_float16_checkpoint_says_what_it_is_built_in(tmp_path: Path) -> None:
+    checkpoint = tiny_checkpoint("llama", tmp_path / "half", dtype=torch.float16)
+    done = pelton("build", checkpoint, "-o", tmp_path / "out", "--dry-run")
+    assert done.returncode == 0, done.stderr
+    assert "float16; it is built in bfloat16" in done.stderr

@@ -93,8 +93,8 @@ def _within(name: str, wanted: int | None, built: int) -> int:
 class Engine:
     """Runs `executor` for many requests at once.
 
-    Raises `ConfigError` when `config` asks for more than the executor was built for. `admit` and `abort` only change state; everything that a client sees comes out of `step`, in order. Every
-    ending of a choice goes through `_finish`.
+    Raises `ConfigError` when `config` asks for more than the executor was built for. `admit` and `abort` only change
+    state; everything that a client sees comes out of `step`, in order. Every ending of a choice goes through `_finish`.
     """
 
     def __init__(

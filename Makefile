@@ -27,10 +27,12 @@ help:
 
 install: .venv/installed
 
-# The options of `build` are those of the test suite, so that both find one bundle.
+# The options of `build` are those of the test suite, so that both find one bundle. The question goes through the
+# environment as it is: it may hold quotes and dollar signs.
+demo: export DEMO_QUESTION = $(value QUESTION)
 demo: .venv/installed
 	$(BIN)/pelton build $(MODEL) --dtype bfloat16 -o $(BUNDLE)
-	$(BIN)/pelton generate $(BUNDLE) --chat '$(QUESTION)'
+	$(BIN)/pelton generate $(BUNDLE) --chat -- "$$DEMO_QUESTION"
 
 # The tests share the machine with compilers and servers: OpenMP threads that spin for their share of a core would
 # wait out whole time slices for each other (README.md, "Troubleshooting").

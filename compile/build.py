@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import platform
+import re
+import shlex
 import subprocess
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -30,11 +32,11 @@ from .bundle import (
     write_manifest,
 )
 from .checkpoint import Checkpoint, load_model, open_checkpoint, write_serving_files
-from .export import export, kv_geometry
+from .export import check_windows, export, kv_geometry
 from .memory import MemoryPlan, plan_memory
 from .passes import optimise
 from .progress import Progress
-from .proof import StepFunction, Trace, compare, exported_step, record
+from .proof import MAX_PROVED_WINDOW, StepFunction, Trace, compare, exported_step, record
 from .segments import PAGED_ATTENTION, cut, layer_prefix
 from .targets import cpu
 
@@ -43,11 +45,12 @@ DTYPES = ("auto", "float32", "bfloat16")
 DEFAULT_MAX_MODEL_LEN = 8192
 DEFAULT_KV_CACHE_BYTES = 1 << 30
 
-# Instruction sets that Inductor's generated code may use when the building machine has them.
-_RELEVANT_CPU_FLAGS = (
-    "avx2", "fma", "avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16", "avx512_fp16", "avx512_vnni",
-    "amx_tile", "amx_bf16", "amx_int8",
-)  # fmt: skip
+# Inductor compiles for the building machine (-march=native): whatever instruction sets it has may be in the code.
+# On x86 these are the flags that name one; elsewhere every flag counts.
+_X86_INSTRUCTION_SETS = re.compile(
+    r"avx.*|amx.*|sse.*|ssse3|bmi[12]|fma|f16c|gfni|vaes|vpclmulqdq|pclmulqdq|aes|sha_ni|abm|movbe|adx|popcnt|rdseed"
+    r"|clwb|clflushopt|movdir.*|serialize|xsave.*|fsgsbase|rdpid|ptwrite|waitpkg|cldemote"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,16 +86,22 @@ class BuildPlan:
     def command(self) -> str:
         """The command that builds this bundle again, every choice spelled out."""
         limits = self.limits
-        return (
-            f"pelton build {self.request.model} -o {self.request.output} --target {self.request.target} "
-            f"--dtype {self.dtype} --max-model-len {limits.max_model_len} --max-batch-size {limits.max_batch_size} "
-            f"--max-step-tokens {limits.max_step_tokens} --block-size {limits.block_size} "
-            f"--kv-cache-memory {limits.kv_cache_bytes}"
-        )
+        options = {
+            "-o": self.request.output,
+            "--target": self.request.target,
+            "--dtype": self.dtype,
+            "--max-model-len": limits.max_model_len,
+            "--max-batch-size": limits.max_batch_size,
+            "--max-step-tokens": limits.max_step_tokens,
+            "--block-size": limits.block_size,
+            "--kv-cache-memory": limits.kv_cache_bytes,
+        }
+        words = [word for option in options.items() for word in map(str, option)]
+        return shlex.join(["pelton", "build", self.request.model, *words])
 
 
 def resolve(request: BuildRequest) -> BuildPlan:
-    """Read the checkpoint's headers and decide everything. Raises `BuildError` naming the option at fault."""
+    """Open the checkpoint (its content is hashed for the key) and decide everything. Raises `BuildError` naming the option at fault."""
     if request.target not in TARGETS:
         raise BuildError(f"target: {request.target!r} is unknown; choose one of {', '.join(TARGETS)}")
     checkpoint = open_checkpoint(request.model)
@@ -169,8 +178,13 @@ def _build_into(staging: Path, plan: BuildPlan, progress: Progress) -> Manifest:
     geometry = kv_geometry(model.config)
     with progress.stage("export"):
         program = export(model, block_size=block_size)
-    nodes = list(program.graph.find_nodes(op="call_function", target=PAGED_ATTENTION))
-    windows = sorted({cpu.attention_of(node).window for node in nodes})
+    nodes = program.graph.find_nodes(op="call_function", target=PAGED_ATTENTION)
+    layer_windows = [cpu.attention_of(node).window for node in nodes]
+    check_windows(model.config, layer_windows)
+    windows = sorted(set(layer_windows))
+    unproved = [window for window in windows if window > MAX_PROVED_WINDOW]
+    if unproved:
+        progress.warning(f"the proof runs no sequence longer than the sliding window of {unproved[0]} tokens")
     with progress.stage("prove the exported graph"):
         trace = record(model, windows=windows, block_size=block_size)
         step = exported_step(program, geometry, trace, dtype)
@@ -198,7 +212,7 @@ def _build_into(staging: Path, plan: BuildPlan, progress: Progress) -> Manifest:
         limits=plan.limits,
         model=plan.facts,
         engine={"num_segments": len(EngineProgram.read(staging).segments), "windows": windows},
-        quality={"proofs": [proof.to_json() for proof in proofs]},
+        quality={"proofs": [proof.to_json() for proof in proofs], "unproved_windows": unproved},
         checkpoint_hash=plan.checkpoint.content_hash,
         content_key=plan.content_key,
         build_command=plan.command,
@@ -229,19 +243,24 @@ def _source_hash() -> str:
 
 def _facts(checkpoint: Checkpoint) -> ModelFacts:
     config: Any = checkpoint.config
-    geometry = kv_geometry(config)
-    return ModelFacts(
-        source=checkpoint.source,
-        model_type=config.model_type,
-        num_parameters=_num_parameters(config),
-        num_layers=config.num_hidden_layers,
-        num_attention_heads=config.num_attention_heads,
-        num_kv_heads=geometry[0].num_heads,
-        head_dim=geometry[0].head_dim,
-        hidden_size=config.hidden_size,
-        vocab_size=config.vocab_size,
-        max_position_embeddings=config.max_position_embeddings,
-    )
+    try:
+        geometry = kv_geometry(config)
+        return ModelFacts(
+            source=checkpoint.source,
+            model_type=config.model_type,
+            num_parameters=_num_parameters(config),
+            num_layers=config.num_hidden_layers,
+            num_attention_heads=config.num_attention_heads,
+            num_kv_heads=geometry[0].num_heads,
+            head_dim=geometry[0].head_dim,
+            hidden_size=config.hidden_size,
+            vocab_size=config.vocab_size,
+            max_position_embeddings=config.max_position_embeddings,
+        )
+    except AttributeError as error:
+        raise BuildError(
+            f"{checkpoint.source}: the config of {config.model_type} has no {error.name}: this family is not supported"
+        ) from error
 
 
 def _num_parameters(config: Any) -> int:
@@ -253,9 +272,9 @@ def _num_parameters(config: Any) -> int:
 
 def _needs() -> HostNeeds:
     host = HostFacts.detect()
-    return HostNeeds(
-        machine=host.machine, cpu_flags=tuple(f for f in _RELEVANT_CPU_FLAGS if f in host.cpu_flags)
-    )
+    is_x86 = host.machine in ("x86_64", "AMD64")
+    flags = (f for f in host.cpu_flags if not is_x86 or _X86_INSTRUCTION_SETS.fullmatch(f))
+    return HostNeeds(machine=host.machine, cpu_flags=tuple(sorted(flags)))
 
 
 def _compiler() -> str:

@@ -6,6 +6,7 @@ The modelling code is the model's own. Only its attention is swapped, through `A
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -18,6 +19,8 @@ from transformers import AttentionInterface
 
 from ..errors import BuildError
 from ..plugins_trt.paged_attention import paged_attention
+
+log = logging.getLogger(__name__)
 
 ATTENTION = "pelton"
 
@@ -70,8 +73,9 @@ def _attention(
     if attention_mask is not None:
         raise BuildError(f"{type(module).__name__} builds its own attention mask: not supported")
     step = _step.get()
-    layer = module.layer_idx
-    assert isinstance(layer, int)
+    layer = getattr(module, "layer_idx", None)
+    if not isinstance(layer, int):
+        raise BuildError(f"{type(module).__name__} does not know its layer: this family is not supported")
     if layer in step.new_k_caches:
         raise BuildError(f"layer {layer} attends more than once: not supported")
     out, k_cache, v_cache = paged_attention(
@@ -131,11 +135,43 @@ class FlatModel(nn.Module):
         )
 
 
+def first_line(error: Exception) -> str:
+    """What a long compiler message says first."""
+    text = str(error).strip()
+    return text.splitlines()[0] if text else type(error).__name__
+
+
 def kv_geometry(config: Any) -> tuple[KVGeometry, ...]:
     """Pages of each layer, from a transformers config."""
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     num_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     return tuple(KVGeometry(num_heads, head_dim) for _ in range(config.num_hidden_layers))
+
+
+def check_windows(config: Any, windows: Sequence[int]) -> None:
+    """Raise `BuildError` unless each layer attends over the window that its config says (`windows`: as exported).
+
+    A family may hand its window to a mask instead of the attention; the mask is not made here, so it would be lost.
+    """
+    if getattr(config, "attention_chunk_size", None):
+        raise BuildError(f"{config.model_type} attends in chunks of positions: not supported")
+    sliding = getattr(config, "sliding_window", None) or 0
+    kinds = getattr(config, "layer_types", None)
+    if kinds is None:
+        uses_window = getattr(config, "use_sliding_window", True)
+        expected = [sliding if uses_window else 0] * len(windows)
+    else:
+        known = {"full_attention": 0, "sliding_attention": sliding}
+        unknown = sorted(set(kinds) - set(known))
+        if unknown:
+            raise BuildError(f"{config.model_type} has layers of type {', '.join(unknown)}: not supported")
+        expected = [known[kind] for kind in kinds]
+    for layer, (window, wanted) in enumerate(zip(windows, expected, strict=True)):
+        if window != wanted:
+            raise BuildError(
+                f"layer {layer} of {config.model_type} has a window of {wanted or 'all'} tokens in its config, but attends "
+                f"over {window or 'all'} as exported: this family is not supported"
+            )
 
 
 def export(model: nn.Module, *, block_size: int) -> ExportedProgram:
@@ -145,11 +181,16 @@ def export(model: nn.Module, *, block_size: int) -> ExportedProgram:
     """
     config: Any = model.config
     AttentionInterface.register(ATTENTION, _attention)
-    model.set_attn_implementation(ATTENTION)  # type: ignore[operator]
+    try:
+        model.set_attn_implementation(ATTENTION)  # type: ignore[operator]
+    except Exception as error:
+        raise BuildError(
+            f"{type(model).__name__} does not take another attention, so it cannot be exported: {first_line(error)}"
+        ) from error
     geometry = kv_geometry(config)
     dtype = next(model.parameters()).dtype
     # No size of an example may be 1 (it would be specialised), and no two may be equal by accident.
-    tokens, sequences, pages, rows, blocks = 7, 3, 4, 2, 11
+    tokens, sequences, pages, blocks = 7, 3, 4, 11
     caches = [torch.zeros(blocks, block_size, g.num_heads, g.head_dim, dtype=dtype) for g in geometry]
     arguments = (
         torch.zeros(1, tokens, dtype=torch.long),
@@ -167,7 +208,14 @@ def export(model: nn.Module, *, block_size: int) -> ExportedProgram:
         {1: t}, {1: t}, {0: b, 1: m}, {0: b}, {0: Dim.AUTO}, {0: n},
         [{0: num_blocks} for _ in caches], [{0: num_blocks} for _ in caches],
     )  # fmt: skip
-    del rows
     flat = FlatModel(model, len(geometry))
-    with torch.no_grad():
-        return torch.export.export(flat, arguments, dynamic_shapes=shapes, strict=False)
+    try:
+        with torch.no_grad():
+            return torch.export.export(flat, arguments, dynamic_shapes=shapes, strict=False)
+    except BuildError:
+        raise
+    except Exception as error:
+        log.debug("export failed", exc_info=error)
+        raise BuildError(
+            f"{type(model).__name__} cannot be exported: {type(error).__name__}: {first_line(error)}"
+        ) from error

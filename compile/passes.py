@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
+from .segments import get_weight
+
 aten = torch.ops.aten
 
 _INERT = frozenset(
@@ -45,7 +47,7 @@ def fold_constants(graph_module: GraphModule) -> None:
     values: dict[Node, Tensor] = {}
     for node in list(graph.nodes):
         if node.op == "get_attr":
-            values[node] = _attribute(graph_module, str(node.target))
+            values[node] = get_weight(graph_module, str(node.target))
             continue
         inputs = node.all_input_nodes
         is_foldable = node.op == "call_function" and inputs and all(i in values for i in inputs)
@@ -110,15 +112,7 @@ def _is_weight(argument: object) -> bool:
 def _parameter(graph_module: GraphModule, node: Node, index: int) -> Tensor:
     argument = node.args[index]
     assert isinstance(argument, Node)
-    return _attribute(graph_module, str(argument.target))
-
-
-def _attribute(graph_module: GraphModule, target: str) -> Tensor:
-    value: object = graph_module
-    for name in target.split("."):
-        value = getattr(value, name)
-    assert isinstance(value, Tensor)
-    return value.detach()
+    return get_weight(graph_module, str(argument.target))
 
 
 def _register(graph_module: GraphModule, name: str, value: Tensor) -> str:

@@ -26,7 +26,7 @@ _STEPS: tuple[tuple[tuple[int, int], ...], ...] = (
     ((1, 1), (0, 13), (3, 1), (2, 1)),
 )
 # A window is exercised by a longer first prompt, up to here (longer ones cost minutes of eager reference).
-_MAX_PROVED_WINDOW = 512
+MAX_PROVED_WINDOW = 512
 # Root mean square of the difference over that of the logits: float32 differs by the order of summation alone.
 _FLOAT32_TOLERANCE = 1e-4
 # In reduced precision, error is measured against the model in float32 and compared with the original model's own.
@@ -90,7 +90,7 @@ def record(model: nn.Module, *, windows: Sequence[int], block_size: int) -> Trac
 
     In reduced precision this holds a float32 copy of the model for the time of the call.
     """
-    extra = max((w for w in windows if w <= _MAX_PROVED_WINDOW), default=0)
+    extra = max((w for w in windows if w <= MAX_PROVED_WINDOW), default=0)
     steps = (((0, 21 + extra), *_STEPS[0][1:]), *_STEPS[1:])
     lengths = [sum(n for step in steps for s, n in step if s == i) for i in range(4)]
     config: Any = model.config

@@ -49,7 +49,10 @@ class Segment:
         for node in self.nodes:
             if node.op == "get_attr":
                 value = get_weight(graph_module, str(node.target))
-                rows.append(("weight", order[str(node.target)], tuple(value.shape), str(value.dtype)))
+                form = (tuple(value.shape), str(value.dtype))
+                # Whatever is not a float may steer the compiler by its value.
+                content = None if value.is_floating_point() else tuple(value.flatten().tolist())
+                rows.append(("weight", order[str(node.target)], form, content))
             else:
                 rows.append((str(node.target), _freeze(node.args, names), _freeze(node.kwargs, names)))
         return (tuple(rows), tuple(names[node] for node in self.outputs))

@@ -61,12 +61,16 @@ def write_kv(
 ) -> None:
     """Put `key`, `value` `[T, Hkv, D]` at (page, offset) of each token, in place.
 
-    Non-finite values are clamped: a masked position has weight 0, and 0 * inf would carry one sequence's overflow
-    into whoever owns the page next.
+    Non-finite values become 0: a masked position has weight 0, and 0 * inf would carry one sequence's overflow into
+    whoever owns the page next. (The sequence itself ends with an error: its logits are not finite.)
     """
     page, offset = cache_index
-    torch.ops.aten.index_put_(k_cache, [page, None, None, offset], torch.nan_to_num(key))
-    torch.ops.aten.index_put_(v_cache, [page, None, offset], torch.nan_to_num(value))
+    torch.ops.aten.index_put_(k_cache, [page, None, None, offset], _finite(key))
+    torch.ops.aten.index_put_(v_cache, [page, None, offset], _finite(value))
+
+
+def _finite(tensor: Tensor) -> Tensor:
+    return torch.nan_to_num(tensor, nan=0.0, posinf=0.0, neginf=0.0)
 
 
 def attend(

@@ -31,7 +31,7 @@ class EngineConfig:
     """What may be switched when a built engine is loaded; None takes the engine's own limit.
 
     `kv_cache_bytes` sizes the KV pages of this process. `check_invariants` verifies the bookkeeping after every
-    step (tests); when idle it is always verified.
+    step (tests); when idle it is always verified. Raises `ConfigError` naming a field that is not at least 1.
     """
 
     enable_prefix_caching: bool = True
@@ -41,6 +41,22 @@ class EngineConfig:
     kv_cache_bytes: int | None = None
     num_threads: int | None = None
     check_invariants: bool = False
+
+    def __post_init__(self) -> None:
+        for name in (
+            "max_batch_size",
+            "max_step_tokens",
+            "max_chunk_tokens",
+            "kv_cache_bytes",
+            "num_threads",
+        ):
+            value = getattr(self, name)
+            if value is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ConfigError(
+                    f"{name} must be an integer of at least 1, got {value!r}; leave it out for the engine's own"
+                )
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +149,10 @@ class Engine:
         self._pending: list[Delta] = []
         self._totals: Counter[str] = Counter()
         self._finished: Counter[str] = Counter()
+
+    @property
+    def executor(self) -> Executor:
+        return self._executor
 
     @property
     def limits(self) -> ExecutorLimits:
@@ -241,9 +261,8 @@ class Engine:
             last_row = first_row + len(offsets) - 1
             sequence = item.sequence
             if not sequence.is_finished:
-                if sequence.request.params.prompt_logprobs is not None:
-                    self._score_prompt(sequence, item.start, logits[first_row : last_row + 1])
-                if item.is_sampling:
+                is_scored = self._score_prompt(sequence, item.start, logits[first_row : last_row + 1])
+                if is_scored and item.is_sampling:
                     for sampled in self._samplers_of(sequence):
                         rows.append(last_row)
                         sequences.append(sampled)
@@ -273,16 +292,26 @@ class Engine:
                 active.choices[index] = self._choice(child)
                 yield child
 
-    def _score_prompt(self, sequence: Sequence, start: int, logits: np.ndarray) -> None:
-        """Row i holds the prediction of prompt position `start + i + 1`."""
+    def _score_prompt(self, sequence: Sequence, start: int, logits: np.ndarray) -> bool:
+        """Score the prompt if its request asks for that; row i holds the prediction of position `start + i + 1`.
+
+        False if a row cannot be scored: that has ended the request, and only that.
+        """
         request = sequence.request
-        wanted = request.prompt_token_ids[start + 1 : start + 1 + len(logits)]
-        if not wanted:
-            return
+        num_top = request.params.prompt_logprobs
         active = self._active[request.request_id]
-        num_top = request.params.prompt_logprobs or 0
-        scores = self._sampler.prompt_logprobs(logits[: len(wanted)], list(wanted), num_top)
+        wanted = request.prompt_token_ids[start + 1 : start + 1 + len(logits)]
+        # Once sent, the scores are final, though a preempted sequence computes its prompt again.
+        if num_top is None or active.has_sent_prompt_logprobs or not wanted:
+            return True
+        try:
+            scores = self._sampler.prompt_logprobs(logits[: len(wanted)], list(wanted), num_top)
+        except EngineError as error:
+            cause = EngineError(f"request {request.request_id}, prompt_logprobs: {error}")
+            self._end(request.request_id, "error", cause)
+            return False
         active.prompt_logprobs.update(enumerate(scores, start + 1))
+        return True
 
     def _accept(self, sequence: Sequence, event: TokenEvent) -> None:
         """Append a sampled token, decide whether it ends the choice, and emit the delta."""
@@ -391,9 +420,13 @@ class Engine:
                 self._finish_index(active, index, reason, error)
 
     def _fail(self, plan: StepPlan, error: Exception) -> None:
-        """A step failed: its requests end with an error, all others go on."""
+        """A step failed: its requests end with an error, all others go on. Only the log says what failed: the
+        cause may hold what is no client's business.
+        """
         request_ids = {item.sequence.request.request_id: None for item in plan.items}
         log.error("step failed for requests %s", ", ".join(request_ids), exc_info=error)
         for request_id in request_ids:
-            cause = error if isinstance(error, PeltonError) else EngineError(f"the engine failed: {error}")
-            self._end(request_id, "error", cause)
+            message = (
+                f"request {request_id}: the engine failed on this request; the server's log has the cause"
+            )
+            self._end(request_id, "error", EngineError(message))

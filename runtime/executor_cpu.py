@@ -71,6 +71,9 @@ class CpuExecutor:
         """Nothing to do: memory goes with the object."""
 
     def _run(self, inputs: StepInputs, rows: np.ndarray) -> np.ndarray:
+        # OpenMP counts threads per calling thread, and a server steps on another one than that which loaded the
+        # engine; asking makes torch set the count here. Compiled code alone would not.
+        torch.get_num_threads()
         with torch.inference_mode():
             logits = self._engine.run(
                 inputs.input_ids,

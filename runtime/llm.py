@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -19,16 +21,70 @@ Prompt = str | Sequence[int]
 Message = Mapping[str, Any]
 
 
+class DeltaStream(Iterator[Delta]):
+    """The deltas of one running request. `close`, leaving its `with` block or dropping it ends the request."""
+
+    def __init__(self, llm: LLM, request: Request, mailbox: deque[Delta]) -> None:
+        self._llm = llm
+        self._request_id = request.request_id
+        self._mailbox = mailbox
+        self._num_unfinished = request.params.n
+
+    def __next__(self) -> Delta:
+        if not self._num_unfinished:
+            raise StopIteration
+        while not self._mailbox:
+            self._llm._pump()
+        delta = self._mailbox.popleft()
+        if delta.finish_reason is not None:
+            self._num_unfinished -= 1
+            if not self._num_unfinished:
+                self.close()
+        return delta
+
+    def __enter__(self) -> DeltaStream:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the request if it still runs; there are no more deltas. Idempotent."""
+        self._num_unfinished = 0
+        self._llm._end(self._request_id)
+
+
 class LLM:
     """A loaded bundle in this process. Not thread-safe; a context manager.
+
+    Streams and calls may be interleaved: whichever steps the engine keeps the others' deltas for them.
 
     `options` are those of `EngineConfig`: `enable_prefix_caching`, `max_batch_size`, `max_step_tokens`,
     `max_chunk_tokens`, `kv_cache_bytes`, `num_threads`. Raises `BundleError` if the bundle cannot run here.
     """
 
     def __init__(self, bundle: str | Path, **options: Any) -> None:
-        self._engine = load_engine(bundle, EngineConfig(**options))
+        self._start(load_engine(bundle, EngineConfig(**options)))
+
+    @classmethod
+    def from_engine(cls, engine: Engine) -> LLM:
+        """Run `engine`, which nothing else may step from now on."""
+        llm = cls.__new__(cls)
+        llm._start(engine)
+        return llm
+
+    def _start(self, engine: Engine) -> None:
+        self._engine = engine
         self._num_requests = 0
+        self._mailboxes: dict[str, deque[Delta]] = {}
+        self._ended: deque[str] = deque()
+        # Held while the engine works. The garbage collector may drop a stream then: see `_end`.
+        self._engine_lock = threading.Lock()
 
     def __enter__(self) -> LLM:
         return self
@@ -39,7 +95,8 @@ class LLM:
         self.close()
 
     def close(self) -> None:
-        self._engine.close()
+        with self._engine_lock:
+            self._engine.close()
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -76,31 +133,55 @@ class LLM:
         encoded = [self.tokenizer.encode_chat(list(c), **template_options) for c in conversations]  # type: ignore[arg-type]
         return self._run([(ids, ids) for ids in encoded], params)
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Delta]:
-        """Complete one prompt, yielding each delta as it comes. Leaving the iterator ends the request."""
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> DeltaStream:
+        """Complete one prompt, yielding each delta as it comes. Closing or dropping the iterator ends the request.
+
+        Raises `RequestError` at the call, not at the first delta.
+        """
         request = self._request(self._token_ids(prompt), params or SamplingParams())
-        self._engine.admit(request)
-        return self._deltas(request)
+        return DeltaStream(self, request, self._admit(request))
 
     def stream_chat(
         self, messages: Sequence[Message], params: SamplingParams | None = None, **template_options: Any
-    ) -> Iterator[Delta]:
-        """Answer one conversation, yielding each delta as it comes."""
+    ) -> DeltaStream:
+        """Answer one conversation, yielding each delta as it comes; as `stream`."""
         return self.stream(self.tokenizer.encode_chat(list(messages), **template_options), params)
 
-    def _deltas(self, request: Request) -> Iterator[Delta]:
-        unfinished = set(range(request.params.n))
-        try:
-            while unfinished:
-                for delta in self._engine.step():
-                    if delta.request_id != request.request_id:
-                        continue
-                    if delta.finish_reason is not None:
-                        unfinished.discard(delta.index)
-                    yield delta
-        finally:
-            if unfinished:
-                self._engine.abort(request.request_id)
+    def _admit(self, request: Request) -> deque[Delta]:
+        """Queue `request` and return its mailbox, which `_pump` fills until `_end`. Raises `RequestError`."""
+        with self._engine_lock:
+            self._engine.admit(request)
+        mailbox = self._mailboxes[request.request_id] = deque()
+        return mailbox
+
+    def _pump(self) -> None:
+        """Run one step and hand out its deltas; those that nobody waits for any more are dropped."""
+        with self._engine_lock:
+            self._abort_ended()
+            deltas = self._engine.step()
+        for delta in deltas:
+            mailbox = self._mailboxes.get(delta.request_id)
+            if mailbox is not None:
+                mailbox.append(delta)
+
+    def _end(self, request_id: str) -> None:
+        """Nobody waits for this request any more: forget it, and abort it if it runs. Idempotent.
+
+        The garbage collector may call this at any moment. In the middle of an engine call the abort is left to the
+        next `_pump`.
+        """
+        if self._mailboxes.pop(request_id, None) is None:
+            return
+        self._ended.append(request_id)
+        if self._engine_lock.acquire(blocking=False):
+            try:
+                self._abort_ended()
+            finally:
+                self._engine_lock.release()
+
+    def _abort_ended(self) -> None:
+        while self._ended:
+            self._engine.abort(self._ended.popleft())
 
     def _run(
         self,
@@ -114,17 +195,17 @@ class LLM:
             for request, (prompt, _) in zip(requests, prompts, strict=True)
         }
         try:
+            mailboxes = {request.request_id: self._admit(request) for request in requests}
+            while mailboxes:
+                self._pump()
+                for request_id, mailbox in list(mailboxes.items()):
+                    while mailbox:
+                        _add(outputs[request_id], mailbox.popleft())
+                    if outputs[request_id].finished:
+                        del mailboxes[request_id]
+        finally:
             for request in requests:
-                self._engine.admit(request)
-            while any(not output.finished for output in outputs.values()):
-                for delta in self._engine.step():
-                    if delta.request_id in outputs:
-                        _add(outputs[delta.request_id], delta)
-        except BaseException:
-            for request in requests:
-                self._engine.abort(request.request_id)
-            self._engine.step()
-            raise
+                self._end(request.request_id)
         return list(outputs.values())
 
     def _request(self, token_ids: Sequence[int], params: SamplingParams) -> Request:

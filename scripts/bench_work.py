@@ -2,29 +2,36 @@
 
 from __future__ import annotations
 
+import http.client
 import json
+import os
 import resource
+import select
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 
 from ..compile.bundle import read_manifest
+from ..errors import PeltonError
 from ..runtime.engine import Engine, EngineConfig
-from ..runtime.executor_cpu import CpuExecutor
 from ..runtime.load import load_engine
 from ..runtime.request import Request, SamplingParams
+from .engine_options import engine_arguments
 
 TTFT_PROMPT_TOKENS = 512
 TPOT_CONTEXT_TOKENS = 256
 TPOT_NEW_TOKENS = 64
+START_TIMEOUT_S, REPLY_TIMEOUT_S, STOP_TIMEOUT_S = 300.0, 120.0, 60.0
 SHARED_REQUESTS, SHARED_TOKENS, SHARED_OWN_TOKENS, SHARED_NEW_TOKENS = 32, 400, 32, 16
 
 
@@ -56,18 +63,23 @@ class _Samples:
     many: list[Timing] = field(default_factory=list)
     shared: list[Timing] = field(default_factory=list)
     baseline: list[dict[str, float]] = field(default_factory=list)
-    peak_memory: int = 0
+    peak_memory: int = 0  # bytes
+    step_weight_bytes: int = 0
 
 
 def measure(bundle: Path, engine_config: EngineConfig, config: BenchConfig) -> dict[str, Any]:
     """Everything `pelton bench` reports, as JSON-ready numbers: medians over the repeats."""
     manifest = read_manifest(bundle)
-    start = [_start_to_first_token(bundle) for _ in range(config.repeats)] if config.measure_start else []
+    start: list[float] = []
+    if config.measure_start:
+        start = [_start_to_first_token(bundle, engine_config) for _ in range(config.repeats)]
     bandwidth = _read_bandwidth()
-    weight_bytes = _step_weight_bytes(bundle)
-    running = min(config.num_running, manifest.limits.max_batch_size)
-    samples = _sample(bundle, replace(engine_config, max_batch_size=running), config)
-    floor = weight_bytes / bandwidth
+    built = manifest.limits.max_batch_size
+    running = num_running(config.num_running, wanted=engine_config.max_batch_size, built=built)
+    samples = _sample(
+        bundle, replace(engine_config, max_batch_size=running), replace(config, num_running=running)
+    )
+    floor = samples.step_weight_bytes / bandwidth
     tpot = median((t.total - t.first) / (t.num_output_tokens - 1) for t in samples.single)
     rates = [t.num_output_tokens / t.total for t in samples.many]
     report: dict[str, Any] = {
@@ -87,7 +99,7 @@ def measure(bundle: Path, engine_config: EngineConfig, config: BenchConfig) -> d
         "start_to_first_token_s": _round(median(start)) if start else None,
         "peak_memory_mib": round(samples.peak_memory / 2**20),
         "read_bandwidth_gb_per_s": _round(bandwidth / 1e9),
-        "step_weight_mib": round(weight_bytes / 2**20),
+        "step_weight_mib": round(samples.step_weight_bytes / 2**20),
     }
     if samples.baseline:
         names = samples.baseline[0]
@@ -97,12 +109,19 @@ def measure(bundle: Path, engine_config: EngineConfig, config: BenchConfig) -> d
     return report
 
 
+def num_running(requested: int, *, wanted: int | None, built: int) -> int:
+    """Requests that run at a time: those asked for, within --max-batch-size (`wanted`) and the bundle's limit."""
+    return min(requested, built, built if wanted is None else wanted)
+
+
 def _sample(bundle: Path, engine_config: EngineConfig, config: BenchConfig) -> _Samples:
     """The parts in turn, repeat by repeat, so that a drift of the machine touches all of them."""
     manifest = read_manifest(bundle)
     vocab = manifest.model.vocab_size
     samples = _Samples()
+    reset_peak_memory()
     engine = load_engine(bundle, engine_config)
+    samples.step_weight_bytes = _step_weight_bytes(engine)
     _run(engine, [_prompt(vocab, 64, seed=1)], 8)
     for repeat in range(config.repeats):
         one = _prompt(vocab, TPOT_CONTEXT_TOKENS, seed=100 + repeat)
@@ -115,16 +134,37 @@ def _sample(bundle: Path, engine_config: EngineConfig, config: BenchConfig) -> _
         own = [_prompt(vocab, SHARED_OWN_TOKENS, seed=1000 * repeat + i) for i in range(SHARED_REQUESTS)]
         samples.shared.append(_run(engine, [common + o for o in own], SHARED_NEW_TOKENS))
         if not samples.baseline:  # transformers in this process would count as ours
-            samples.peak_memory = max(samples.peak_memory, _resident_peak())
+            samples.peak_memory = max(samples.peak_memory, peak_memory())
         if config.baseline is not None:
             samples.baseline.append(_baseline(config.baseline, manifest.dtype, prompts, config))
     engine.close()
     return samples
 
 
-def _resident_peak() -> int:
-    """Bytes. Linux counts KiB."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+def reset_peak_memory() -> None:
+    """Let `peak_memory` forget what this process needed before, where the kernel can (proc_pid_clear_refs(5))."""
+    with suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
+
+
+def peak_memory() -> int:
+    """The most bytes that were resident since `reset_peak_memory`; since the process began where /proc is not there."""
+    try:
+        status = Path("/proc/self/status").read_text()
+    except OSError:
+        status = ""
+    peak = _vm_hwm(status)
+    # Linux counts KiB.
+    return peak if peak is not None else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def _vm_hwm(status: str) -> int | None:
+    """Bytes of the high-water mark in a /proc/PID/status, None if it has none."""
+    for line in status.splitlines():
+        name, _, value = line.partition(":")
+        if name == "VmHWM":
+            return int(value.split()[0]) * 1024
+    return None
 
 
 def _run(engine: Engine, prompts: list[list[int]], num_new_tokens: int) -> Timing:
@@ -166,45 +206,88 @@ def _read_bandwidth() -> float:
     return float(data.nbytes / best)
 
 
-def _step_weight_bytes(bundle: Path) -> int:
-    manifest = read_manifest(bundle)
-    return CpuExecutor(bundle, manifest, kv_cache_bytes=1 << 24).num_step_weight_bytes
+def _step_weight_bytes(engine: Engine) -> int:
+    from ..runtime.executor_cpu import CpuExecutor
+
+    if not isinstance(engine.executor, CpuExecutor):
+        raise PeltonError("bench: only bundles for the target cpu say how many bytes of weights a step reads")
+    return engine.executor.num_step_weight_bytes
 
 
-def _start_to_first_token(bundle: Path) -> float:
-    """Seconds from starting `pelton serve` to the first streamed token of a chat."""
-    start = time.perf_counter()
-    server = subprocess.Popen(
-        [
-            sys.executable,
-            "-m",
-            "pelton.scripts.cli",
-            "serve",
-            str(bundle),
-            "--port",
-            "0",
-            "--log-level",
-            "error",
-        ],
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        assert server.stdout is not None
-        base = next((word for word in server.stdout.readline().split() if word.startswith("http")), None)
-        if base is None:
-            raise RuntimeError("the server did not start")
-        model = json.load(urllib.request.urlopen(f"{base}/models"))["data"][0]["id"]
-        body = {"model": model, "prompt": "Once upon a time", "max_tokens": 4, "stream": True}
-        request = urllib.request.Request(
-            f"{base}/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
-        )
-        with urllib.request.urlopen(request) as response:
-            response.readline()
+def _start_to_first_token(bundle: Path, config: EngineConfig) -> float:
+    """Seconds from starting `pelton serve` to the first streamed token. Raises `PeltonError` with the reason."""
+    command = [sys.executable, "-m", "pelton.scripts.cli", "serve", str(bundle), "--port", "0"]
+    return time_first_token([*command, "--log-level", "error", *engine_arguments(config)])
+
+
+def time_first_token(
+    command: Sequence[str], *, start_timeout: float = START_TIMEOUT_S, reply_timeout: float = REPLY_TIMEOUT_S
+) -> float:
+    """Seconds until the server that `command` starts has streamed a token; it is stopped then.
+
+    The first line that it prints has to hold its address. Raises `PeltonError` with what the server said last when it
+    does not start or answer; the timeouts are in seconds.
+    """
+    environment = {name: value for name, value in os.environ.items() if name != "PELTON_API_KEY"}
+    with tempfile.TemporaryFile() as log:
+        start = time.perf_counter()
+        server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, env=environment)
+        try:
+            _stream_a_token(_address(server, log, start_timeout), reply_timeout)
             return time.perf_counter() - start
-    finally:
-        server.terminate()
-        server.wait(timeout=60)
+        except (OSError, ValueError, http.client.HTTPException) as error:
+            raise PeltonError(
+                f"bench: the server did not answer: {error or type(error).__name__}{_last_line(log)}"
+            ) from error
+        finally:
+            _stop(server)
+
+
+def _address(server: subprocess.Popen[bytes], log: IO[bytes], timeout: float) -> str:
+    """The URL in the first line that the server prints."""
+    assert server.stdout is not None
+    is_readable, _, _ = select.select([server.stdout], [], [], timeout)
+    if not is_readable:
+        raise PeltonError(f"bench: the server did not start within {timeout:g} s{_last_line(log)}")
+    line = server.stdout.readline().decode(errors="replace")
+    address = next((word for word in line.split() if word.startswith("http")), None)
+    if address is None:
+        raise PeltonError(f"bench: the server did not start{_last_line(log)}")
+    return address
+
+
+def _stream_a_token(base: str, timeout: float) -> None:
+    # The server is on this machine: a proxy of the environment does not know it.
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    with opener.open(f"{base}/models", timeout=timeout) as response:
+        models: dict[str, Any] = json.load(response)
+    body = {"model": models["data"][0]["id"], "prompt": "Once upon a time", "max_tokens": 4, "stream": True}
+    request = urllib.request.Request(
+        f"{base}/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    with opener.open(request, timeout=timeout) as response:
+        frame = response.readline().decode(errors="replace").strip()
+    if not frame.startswith("data: ") or "error" in json.loads(frame.removeprefix("data: ")):
+        raise PeltonError(f"bench: the server answered {frame or 'nothing'} instead of a token")
+
+
+def _last_line(log: IO[bytes]) -> str:
+    """What the server said last, to be put behind a message."""
+    log.seek(0)
+    lines = log.read().decode(errors="replace").split("\n")
+    last = next((line.strip() for line in reversed(lines) if line.strip()), "")
+    return f": {last.removeprefix('pelton: ')}" if last else ""
+
+
+def _stop(server: subprocess.Popen[bytes]) -> None:
+    server.terminate()
+    try:
+        server.wait(timeout=STOP_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        server.kill()
+        server.wait()
+    if server.stdout is not None:
+        server.stdout.close()
 
 
 def _baseline(

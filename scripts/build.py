@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import click
@@ -49,7 +50,10 @@ from .sizes import MEMORY
     "--kv-cache-memory", default="1GiB", show_default=True, type=MEMORY, help="Memory of the KV pages."
 )
 @click.option(
-    "--dry-run", is_flag=True, help="Say what would be built and how much memory it needs; build nothing."
+    "--dry-run",
+    is_flag=True,
+    help="Say what would be built and how much memory it needs; build nothing. Downloads the model of a hub id, and "
+    "reads all weights once for the content key.",
 )
 @click.option("--force", is_flag=True, help="Build even if an unchanged bundle is there.")
 def command(
@@ -74,10 +78,9 @@ def command(
     from ..compile.progress import Progress, format_bytes
 
     progress = Progress()
-    name = Path(model).name.removesuffix(".gguf")
     request = BuildRequest(
         model=model,
-        output=output or Path("artifacts") / f"{name}-{dtype}",
+        output=output or _default_output(model, dtype),
         target=target,
         dtype=dtype,
         max_model_len=max_model_len,
@@ -104,6 +107,12 @@ def command(
         return
     progress.summary()
     click.echo(str(request.output))
+
+
+def _default_output(model: str, dtype: str) -> Path:
+    """artifacts/NAME-DTYPE, where NAME is the last part of a hub id or of a path, also of `.` and `..`."""
+    name = Path(os.path.abspath(model)).name.removesuffix(".gguf")
+    return Path("artifacts") / f"{name}-{dtype}"
 
 
 def _show_plan(plan: object) -> None:

@@ -44,3 +44,16 @@ def engine_config(
         num_threads=threads,
         **limits,
     )
+
+
+def engine_arguments(config: EngineConfig) -> list[str]:
+    """The command-line words that `engine_config` turns into `config` again."""
+    values = {
+        "--max-batch-size": config.max_batch_size,
+        "--max-step-tokens": config.max_step_tokens,
+        "--max-chunk-tokens": config.max_chunk_tokens,
+        "--kv-cache-memory": config.kv_cache_bytes,
+        "--threads": config.num_threads,
+    }
+    words = [word for name, value in values.items() if value is not None for word in (name, str(value))]
+    return words if config.enable_prefix_caching else [*words, "--no-prefix-caching"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from decimal import Decimal
 
 import click
 
@@ -20,7 +21,7 @@ class MemorySize(click.ParamType):  # type: ignore[type-arg] # generic only in n
         match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", str(value).lower())
         if match is None or match[2] not in _UNITS:
             self.fail(f"{value!r} is not a size; write for example 512MiB or 2GiB", param, ctx)
-        size = int(float(match[1]) * _UNITS[match[2]])
+        size = int(Decimal(match[1]) * _UNITS[match[2]])
         if size < 1:
             self.fail("must be more than nothing", param, ctx)
         return size

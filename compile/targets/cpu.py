@@ -29,7 +29,7 @@ from torch.fx import GraphModule, Node
 from ...errors import BuildError
 from ...plugins_trt.cpu_engine import ENGINE_FILE, WEIGHTS_FILE, EngineProgram, SegmentProgram
 from ...plugins_trt.paged_attention_cpu import TILE, WORK_LIST_FIELDS, WorkList, attend, write_kv
-from ..export import KVGeometry
+from ..export import KVGeometry, first_line
 from ..segments import Segment, SegmentModule, get_weight
 
 log = logging.getLogger(__name__)
@@ -39,6 +39,7 @@ _ITEMS, _ROWS, _ITEMS_PER_ROW, _TILES, _TILE_PAGES = 13, 5, 3, 6, 4
 
 _INDUCTOR_OPTIONS: dict[str, Any] = {
     "freezing": True,
+    "always_keep_tensor_constants": True,  # small weights too: a literal would be one layer's value in all layers
     "max_autotune": True,
     "max_autotune_gemm_backends": "CPP",
     "assert_indirect_indexing": False,  # indices come from the block tables that we made
@@ -101,6 +102,7 @@ def lower(
             )
         )
     save_file(store.tensors, directory / WEIGHTS_FILE)
+    (directory / WEIGHTS_FILE).chmod(0o644)  # safetensors creates it for its owner alone
     program = EngineProgram(
         dtype=str(dtype).removeprefix("torch."),
         block_size=block_size,
@@ -179,11 +181,18 @@ class _Lowering:
                     program.module(check_guards=False), (inputs, extras), options=dict(_INDUCTOR_OPTIONS)
                 )
         except Exception as error:
-            raise BuildError(f"Inductor refused {segment.name}: {_first_line(error)}") from error
+            raise BuildError(f"Inductor refused {segment.name}: {first_line(error)}") from error
         (library,) = [f for f in files if isinstance(f, str) and f.endswith(".so")]
         shutil.copyfile(library, path)
         constants: dict[str, Any] = next((f for f in files if not isinstance(f, str)), {})
-        return _Library(path, {name: _recipe(value, weights) for name, (value, _) in constants.items()})
+        recipes = {name: _recipe(value, weights) for name, (value, _) in constants.items()}
+        for name, recipe in recipes.items():
+            if isinstance(recipe, Tensor) and recipe.is_floating_point():
+                raise BuildError(
+                    f"{segment.name}: the compiler made a constant {name} {tuple(recipe.shape)} that is none of the "
+                    "layer's weights in a layout known here, so it cannot be made for the other layers"
+                )
+        return _Library(path, recipes)
 
     def _attention(self, node: Node, values: dict[Node, Any], extras: tuple[Tensor, ...]) -> Tensor:
         """The operator in the form this target compiles; caches are written in place."""
@@ -246,9 +255,9 @@ def _stand_in(weight: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def _recipe(constant: Tensor, weights: list[Tensor]) -> Recipe | Tensor:
-    """How `constant` is made from one of `weights`; itself if from none (it then depends on no weight).
+    """How `constant` is made from one of `weights`, found by content: the candidate must equal it bit for bit.
 
-    Layouts are found by content, so a wrong guess cannot pass: the candidate must equal the constant bit for bit.
+    Itself if it is made from none of them.
     """
     for index, weight in enumerate(weights):
         if weight.dtype != constant.dtype:
@@ -285,8 +294,3 @@ def _blocked(weight: Tensor, blocks: int, width: int, vnni: int) -> Tensor:
     if vnni > 1 and k % vnni == 0:
         blocked = blocked.view(blocks, k // vnni, vnni, width).transpose(2, 3).reshape(blocks, k, width)
     return blocked.contiguous()
-
-
-def _first_line(error: Exception) -> str:
-    text = str(error).strip()
-    return text.splitlines()[0] if text else type(error).__name__

@@ -222,7 +222,7 @@ def test_a_failed_step_costs_only_its_own_lines(tmp_path: Path) -> None:
     assert len({record["custom_id"] for record in records}) == 28
     assert summary.progress.num_errors == 8
     failed = next(record for record in records if record["error"] is not None)
-    assert "lost device" in failed["error"]["message"]
+    assert "the engine failed on this request" in failed["error"]["message"]
 
 
 def test_a_broken_engine_stops_the_job_and_uses_up_no_lines(tmp_path: Path) -> None:
@@ -236,7 +236,7 @@ def test_a_broken_engine_stops_the_job_and_uses_up_no_lines(tmp_path: Path) -> N
     source = write_lines(
         tmp_path / "in.jsonl", [completion(f"id {i}", f"w{i % 250 + 3}") for i in range(300)]
     )
-    with pytest.raises(EngineError, match=r"20 lines in a row failed .* lost device"):
+    with pytest.raises(EngineError, match=r"20 lines in a row failed .* the engine failed on this"):
         run_job(
             make_engine(before_step=before_step),
             source,

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 import random
 from collections.abc import Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+import pelton.runtime.engine as engine_module
 from pelton.errors import ConfigError, EngineError, RequestError
 from pelton.runtime.engine import Engine, EngineConfig
 from pelton.runtime.executor import ExecutorLimits
@@ -80,21 +83,29 @@ def test_pc_06_no_answer_holds_a_foreign_codeword() -> None:
     shared = tuple(t for t in shared if t != separator)
     engine = make_engine(repeat_codeword, num_blocks=14)
     source = random.Random(1)
+    lengths: dict[str, int] = {}
     words = {f"r{i}": tuple(source.randrange(190) for _ in range(word_length)) for i in range(200)}
     for name, word in words.items():
         own = tuple(source.randrange(190) for _ in range(source.randrange(20)))
-        engine.admit(Request(name, (*shared, *own, *word, separator), greedy(source.randint(6, 40))))
+        lengths[name] = source.randint(6, 40)
+        engine.admit(Request(name, (*shared, *own, *word, separator), greedy(lengths[name])))
     aborted = set(source.sample(sorted(words), 60))
     pending = set(aborted)
     got: dict[str, list[int]] = {name: [] for name in words}
+    reasons: dict[str, str] = {}
     while engine.has_work:
         if pending and source.random() < 0.3:
             engine.abort(pending.pop())
         for delta in engine.step():
             got[delta.request_id] += delta.token_ids
+            if delta.finish_reason is not None:
+                reasons[delta.request_id] = delta.finish_reason
     for name, word in words.items():
         expected = [word[i % word_length] for i in range(len(got[name]))]
         assert got[name] == expected, name
+        if name not in aborted:
+            assert (reasons[name], len(got[name])) == ("length", lengths[name]), name
+    assert "abort" in reasons.values()
     assert engine.stats().num_preemptions > 0
     assert engine.stats().num_prefix_hit_tokens > 0
     assert engine.stats().num_used_blocks == 0
@@ -189,7 +200,7 @@ def test_pc_03_prompt_logprobs_are_the_same_with_a_warm_cache(length: int) -> No
     assert all(entry is not None for entry in cold[1:])
 
 
-def test_a_failed_step_ends_its_requests_and_no_other() -> None:
+def test_a_failed_step_ends_its_requests_and_no_other(caplog: pytest.LogCaptureFixture) -> None:
     def fail_when_seven_is_read(number: int, inputs: StepInputs) -> None:
         if 7 in inputs.input_ids.tolist():
             raise RuntimeError("broken kernel")
@@ -199,7 +210,14 @@ def test_a_failed_step_ends_its_requests_and_no_other() -> None:
     (failed,) = results["bad", 0]
     assert failed.finish_reason == "error"
     assert isinstance(failed.error, EngineError)
-    assert "broken kernel" in str(failed.error)
+    # The client learns which request failed, the log why.
+    assert (
+        str(failed.error) == "request bad: the engine failed on this request; the server's log has the cause"
+    )
+    (record,) = [r for r in caplog.records if r.levelno == logging.ERROR]
+    assert "bad" in record.getMessage()
+    assert record.exc_info is not None
+    assert str(record.exc_info[1]) == "broken kernel"
     assert tokens(results["good", 0]) == [3, 3, 3, 3]
     assert engine.stats().num_used_blocks == 0
 
@@ -217,13 +235,53 @@ def test_sa_06_nan_logits_fail_the_one_request() -> None:
     assert tokens(failed) == [3, 3]
 
 
-def test_deadline_ends_a_request_with_what_it_has() -> None:
-    engine = make_engine()
+@pytest.mark.parametrize("n", [1, 2])
+def test_sa_06_nan_prompt_logits_fail_the_one_request(n: int) -> None:
+    """The poisoned row predicts the second prompt token of `scored`; nothing is sampled from it."""
+
+    def poison_first_row(number: int, logits: np.ndarray) -> None:
+        if number == 1:
+            logits[0, :] = np.nan
+
+    engine = make_engine(lambda context: 3, hooks={"after_step": poison_first_row})
     results = run(
-        engine, Request("late", prompt(5), greedy(50), deadline=0.0), Request("free", prompt(5), greedy(3))
+        engine,
+        Request("scored", (1, 2, 4, 5), greedy(6, n=n, prompt_logprobs=0)),
+        Request("plain", (4, 5), greedy(6)),
+        Request("other", (6, 5), greedy(6, prompt_logprobs=0)),
     )
-    assert results["late", 0][-1].finish_reason == "deadline"
-    assert results["free", 0][-1].finish_reason == "length"
+    for index in range(n):
+        (failed,) = results["scored", index]
+        assert (failed.finish_reason, failed.token_ids, failed.prompt_logprobs) == ("error", (), None)
+        assert isinstance(failed.error, EngineError)
+        assert "request scored, prompt_logprobs: " in str(failed.error)
+    for name in ("plain", "other"):
+        assert (results[name, 0][-1].finish_reason, tokens(results[name, 0])) == ("length", [3] * 6)
+    assert results["other", 0][0].prompt_logprobs is not None
+    assert engine.stats().num_used_blocks == 0
+
+
+def test_deadline_ends_a_request_with_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step takes a second here. The deadline passes in the fourth, whose token is kept."""
+    now = 0.0
+
+    def tick(number: int, logits: np.ndarray) -> None:
+        nonlocal now
+        now = float(number)
+
+    monkeypatch.setattr(engine_module, "time", SimpleNamespace(monotonic=lambda: now))
+    engine = make_engine(lambda context: 3, hooks={"after_step": tick})
+    results = run(
+        engine,
+        Request("late", prompt(5), greedy(50), deadline=3.5),
+        Request("early", prompt(5), greedy(50), deadline=0.0),
+        Request("free", prompt(5), greedy(8)),
+    )
+    assert (results["late", 0][-1].finish_reason, tokens(results["late", 0])) == ("deadline", [3] * 4)
+    assert results["late", 0][-1].num_output_tokens == 4
+    assert (results["early", 0][-1].finish_reason, tokens(results["early", 0])) == ("deadline", [])
+    assert (results["free", 0][-1].finish_reason, tokens(results["free", 0])) == ("length", [3] * 8)
+    assert engine.stats().num_used_blocks == 0
 
 
 @pytest.mark.parametrize("n", [1, 3])
@@ -297,3 +355,12 @@ def test_close_ends_what_runs() -> None:
 def test_more_than_the_engine_was_built_for_is_refused(name: str) -> None:
     with pytest.raises(ConfigError, match=name):
         make_engine(config=EngineConfig(**{name: 1000}))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("value", [0, -1, 1.5, True])
+@pytest.mark.parametrize(
+    "name", ["max_batch_size", "max_step_tokens", "max_chunk_tokens", "kv_cache_bytes", "num_threads"]
+)
+def test_a_setting_below_one_is_refused_by_name(name: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=f"^{name} must be an integer of at least 1"):
+        EngineConfig(**{name: value})  # type: ignore[arg-type]

@@ -101,7 +101,10 @@ class BuildPlan:
 
 
 def resolve(request: BuildRequest) -> BuildPlan:
-    """Open the checkpoint (its content is hashed for the key) and decide everything. Raises `BuildError` naming the option at fault."""
+    """Open the checkpoint (its content is hashed for the key) and decide everything.
+
+    Raises `BuildError` naming the option at fault.
+    """
     if request.target not in TARGETS:
         raise BuildError(f"target: {request.target!r} is unknown; choose one of {', '.join(TARGETS)}")
     checkpoint = open_checkpoint(request.model)

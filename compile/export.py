@@ -169,8 +169,8 @@ def check_windows(config: Any, windows: Sequence[int]) -> None:
     for layer, (window, wanted) in enumerate(zip(windows, expected, strict=True)):
         if window != wanted:
             raise BuildError(
-                f"layer {layer} of {config.model_type} has a window of {wanted or 'all'} tokens in its config, but attends "
-                f"over {window or 'all'} as exported: this family is not supported"
+                f"layer {layer} of {config.model_type} has a window of {wanted or 'all'} tokens in its config, but "
+                f"attends over {window or 'all'} as exported: this family is not supported"
             )
 
 

@@ -37,11 +37,13 @@ def _built(name: str, dtype: str, model: Path | None = None, *options: str) -> P
 @pytest.fixture(scope="session")
 def tiny_bundles(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Random two-layer models in float32 with pages of 16 tokens, built through the real command, by family."""
-    from support.checkpoints import tiny_checkpoint
+    from support.checkpoints import equalise_norms, tiny_checkpoint
 
     bundles = {}
-    for family in ("llama", "gemma2"):
-        checkpoint = tiny_checkpoint(family, tmp_path_factory.mktemp(family))
+    for family, options in {"llama": {"num_hidden_layers": 3}, "gemma2": {}}.items():
+        checkpoint = tiny_checkpoint(family, tmp_path_factory.mktemp(family), **options)
+        if family == "llama":
+            equalise_norms(checkpoint)
         bundles[family] = _built(f"tiny-{family}", "float32", checkpoint, "--block-size", "16")
     return bundles
 

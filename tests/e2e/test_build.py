@@ -117,3 +117,37 @@ def test_float16_checkpoint_says_what_it_is_built_in(tmp_path: Path) -> None:
     done = pelton("build", checkpoint, "-o", tmp_path / "out", "--dry-run")
     assert done.returncode == 0, done.stderr
     assert "float16; it is built in bfloat16" in done.stderr
+
+
+def test_a_bfloat16_build_with_biases_serves(tmp_path: Path) -> None:
+    checkpoint = tiny_checkpoint("qwen2", tmp_path / "qwen2")
+    bundle = tmp_path / "bundle"
+    built = pelton("build", checkpoint, "-o", bundle, "--dtype", "bfloat16", "--kv-cache-memory", "4MiB")
+    assert built.returncode == 0, built.stderr
+    proofs = json.loads((bundle / "manifest.json").read_text())["quality"]["proofs"]
+    assert [proof["subject"] for proof in proofs] == ["exported graph", "compiled engine"]
+    answer = pelton("generate", bundle, "The engine reads", "--max-tokens", "8")
+    assert answer.returncode == 0, answer.stderr
+    assert answer.stdout.strip()
+
+
+@pytest.mark.parametrize(
+    ("family", "overrides", "message"),
+    [
+        (
+            "llama",
+            {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
+            "cannot be exported",
+        ),
+        ("mpt", {}, "0 of 2 layers call the attention interface"),
+    ],
+)
+def test_a_family_that_cannot_be_built_is_refused_with_the_reason(
+    family: str, overrides: dict[str, object], message: str, tmp_path: Path
+) -> None:
+    checkpoint = tiny_checkpoint(family, tmp_path / family, **overrides)
+    done = pelton("build", checkpoint, "-o", tmp_path / "out", "--dtype", "float32")
+    assert done.returncode == 2, done.stderr
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "out").exists()

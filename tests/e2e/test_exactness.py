@@ -121,14 +121,15 @@ run.num_preemptions = 0  # type: ignore[attr-defined]
 
 
 def summary(output: RequestOutput) -> tuple[object, ...]:
-    """What must be the same to the bit: tokens, text, and the log-probability of each token."""
-    choice = output.outputs[0]
-    assert choice.logprobs is not None
-    return choice.token_ids, choice.text, tuple(entry.logprob for entry in choice.logprobs)
+    """What must be the same to the bit, of each choice: tokens, text, and the log-probability of each token."""
+    return tuple(
+        (choice.token_ids, choice.text, tuple(entry.logprob for entry in choice.logprobs or ()))
+        for choice in output.outputs
+    )
 
 
 def random_requests(
-    source: random.Random, encode: object, vocabulary: int, count: int, longest: int
+    source: random.Random, vocabulary: int, count: int, longest: int
 ) -> tuple[list[list[int]], list[SamplingParams]]:
     shared = [source.randrange(3, vocabulary) for _ in range(longest)]
     prompts, params = [], []
@@ -140,6 +141,7 @@ def random_requests(
         prompts.append((shared[:keep] + own)[:longest])
         params.append(
             SamplingParams(
+                n=source.choice([1, 1, 1, 3]),  # choices share the prompt's blocks: copy on write
                 temperature=source.choice([0.0, 0.0, 0.9]),
                 top_p=source.choice([1.0, 0.9]),
                 seed=source.randrange(99),
@@ -174,7 +176,7 @@ def test_tokens_do_not_depend_on_how_they_were_computed(family: str, tiny_bundle
     source = random.Random(family)
     run.num_preemptions = 0  # type: ignore[attr-defined]
     for _ in range(100):
-        prompts, params = random_requests(source, None, 320, source.randint(2, 12), 90)
+        prompts, params = random_requests(source, 320, source.randint(2, 12), 90)
         plain = Switches(False, 512, 1, None, tuple(range(len(prompts))))
         expected = [summary(output) for output in run(bundle, prompts, params, plain)]
         switches = random_switches(source, prompts, params, 16)

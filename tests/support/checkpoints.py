@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
@@ -85,6 +86,16 @@ def tiny_checkpoint(
     model = AutoModelForCausalLM.from_config(config)
     _randomise(model, seed)
     return _write(model.to(dtype), path, max_shard_size)
+
+
+def equalise_norms(path: Path) -> None:
+    """Make the two norms of layer 0 equal: ones, as training may leave them. Layers of one class still differ."""
+    file = path / "model.safetensors"
+    tensors = load_file(file)
+    for name, tensor in tensors.items():
+        if "layers.0." in name and "layernorm" in name:
+            tensor.fill_(1)
+    save_file(tensors, file, metadata={"format": "pt"})
 
 
 def scripted_checkpoint(path: Path, successor: Sequence[int], *, dtype: torch.dtype = torch.float32) -> Path:

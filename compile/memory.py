@@ -20,10 +20,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ..plugins_trt.paged_attention_cpu import MAX_ROWS_PER_SEQUENCE, TILE
 from .bundle import Limits, ModelFacts
 
 _ITEM_SIZE = {"float32": 4, "bfloat16": 2}
-_TILE, _MAX_ROWS_PER_SEQUENCE = 64, 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,9 +57,9 @@ def _activation_bytes(facts: ModelFacts, limits: Limits, dtype: str) -> int:
     pages = limits.max_blocks_per_sequence
     rows, tiles = tokens, 0
     if dtype != "float32":
-        rows = min(tokens, limits.max_batch_size * _MAX_ROWS_PER_SEQUENCE)
-        tiles = -(-tokens // _TILE) + min(limits.max_batch_size, tokens // (_MAX_ROWS_PER_SEQUENCE + 1))
+        rows = min(tokens, limits.max_batch_size * MAX_ROWS_PER_SEQUENCE)
+        tiles = -(-tokens // TILE) + min(limits.max_batch_size, tokens // (MAX_ROWS_PER_SEQUENCE + 1))
     row_bytes = rows * pages * heads * (head_dim + limits.block_size + 2) * 4
-    per_position = 2 * kv_heads * head_dim + _TILE * (heads // kv_heads)
+    per_position = 2 * kv_heads * head_dim + TILE * (heads // kv_heads)
     tile_bytes = tiles * pages * limits.block_size * per_position * item
     return tokens * (16 * facts.hidden_size * item + facts.vocab_size * 4) + row_bytes + tile_bytes

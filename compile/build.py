@@ -25,6 +25,7 @@ from .bundle import (
     Manifest,
     ModelFacts,
     Versions,
+    check_replaceable,
     content_key,
     find_unchanged,
     record_files,
@@ -103,10 +104,11 @@ class BuildPlan:
 def resolve(request: BuildRequest) -> BuildPlan:
     """Open the checkpoint (its content is hashed for the key) and decide everything.
 
-    Raises `BuildError` naming the option at fault.
+    Raises `BuildError` naming the option at fault, or the output if it must not be replaced.
     """
     if request.target not in TARGETS:
         raise BuildError(f"target: {request.target!r} is unknown; choose one of {', '.join(TARGETS)}")
+    check_replaceable(request.output)
     checkpoint = open_checkpoint(request.model)
     config: Any = checkpoint.config
     dtype = request.dtype

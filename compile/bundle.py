@@ -232,6 +232,8 @@ def write_manifest(manifest: Manifest, directory: Path) -> None:
 
 def read_manifest(path: Path) -> Manifest:
     """The manifest of the bundle at `path`; `BundleError` if there is none or it cannot be read."""
+    if path.exists() and not path.is_dir():
+        raise BundleError(f"{path}: is a file, not a bundle directory")
     if not path.is_dir():
         raise BundleError(f"{path}: no such bundle directory; build one with `pelton build MODEL -o {path}`")
     file = path / MANIFEST_NAME
@@ -269,13 +271,15 @@ def check_bundle(manifest: Manifest, path: Path, host: HostFacts, *, verify: boo
 
 
 def find_unchanged(path: Path, key: str) -> Manifest | None:
-    """The manifest of a whole bundle at `path` with this content key, else None: then there is work to do."""
+    """The manifest of a bundle at `path` with this content key, whole to the byte; else None: there is work to do."""
     try:
         manifest = read_manifest(path)
-        _check_files(manifest, path, verify=False)
+        if manifest.content_key != key:
+            return None
+        _check_files(manifest, path, verify=True)
     except BundleError:
         return None
-    return manifest if manifest.content_key == key else None
+    return manifest
 
 
 @contextmanager
@@ -287,7 +291,7 @@ def staged_bundle(path: Path) -> Iterator[Path]:
     existing bundle is replaced, any other file or directory is refused (`BuildError`) before the body runs.
     """
     path = path.resolve()
-    _check_replaceable(path)
+    check_replaceable(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     _recover(path)
     staging, lock = _create_staging(path)
@@ -295,7 +299,7 @@ def staged_bundle(path: Path) -> Iterator[Path]:
         yield staging
         _check_files(read_manifest(staging), staging, verify=False)
         _sync(staging)
-        _check_replaceable(path)
+        check_replaceable(path)
         _publish(staging, path)
     except BaseException:
         shutil.rmtree(staging, ignore_errors=True)
@@ -321,7 +325,8 @@ def _check_files(manifest: Manifest, path: Path, verify: bool) -> None:
             )
 
 
-def _check_replaceable(path: Path) -> None:
+def check_replaceable(path: Path) -> None:
+    """Raise `BuildError` if there is something at `path` that a build must not replace."""
     if not path.exists() or (path / MANIFEST_NAME).is_file():
         return
     if not path.is_dir() or any(path.iterdir()):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import numpy as np
+import psutil
 import torch
 
 from ..compile.bundle import Manifest
@@ -18,7 +20,7 @@ class CpuExecutor:
     """`Executor` on PyTorch Inductor libraries.
 
     KV memory is `kv_cache_bytes`, or what the bundle was built for: as many whole blocks as fit.
-    Raises `ConfigError` when that is less than one block.
+    Raises `ConfigError` when that is less than one block or more than the machine has free.
     """
 
     def __init__(
@@ -30,6 +32,11 @@ class CpuExecutor:
         num_threads: int | None = None,
     ) -> None:
         if num_threads is not None:
+            num_processors = os.cpu_count() or 1
+            if num_threads > num_processors:
+                raise ConfigError(
+                    f"threads: {num_threads} is above the {num_processors} processors that are here"
+                )
             torch.set_num_threads(num_threads)
         limits = manifest.limits
         block_bytes = EngineProgram.read(directory).block_bytes
@@ -38,6 +45,12 @@ class CpuExecutor:
         if num_blocks < 1:
             raise ConfigError(
                 f"kv_cache_memory: {available} bytes hold no block of {block_bytes} bytes; raise it"
+            )
+        free = psutil.virtual_memory().available
+        if available > free:
+            raise ConfigError(
+                f"kv_cache_memory: {available >> 20} MiB of KV pages are asked for, but only {free >> 20} MiB "
+                "of memory are free; lower it"
             )
         self._engine = CpuEngine(directory, num_blocks=num_blocks)
         self._limits = ExecutorLimits(

@@ -49,6 +49,13 @@ class _Commands(click.Group):
             # The reader of our output went away (`| head`): nothing is left to say to it.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             sys.exit(1)
+        except KeyboardInterrupt:
+            click.echo("pelton: interrupted", err=True)
+            sys.exit(130)
+        except OSError as error:
+            where = f"{error.filename}: " if error.filename is not None else ""
+            click.echo(f"pelton: {where}{error.strerror or error}", err=True)
+            sys.exit(2)
 
 
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})

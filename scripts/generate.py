@@ -49,8 +49,9 @@ def command(
 ) -> None:
     """Generate text from the bundle ENGINE.
 
-    PROMPT is continued (read from standard input if it is left out or `-`). With --chat and no PROMPT, each line you
-    type is a message; Ctrl-D or /exit ends the conversation, /reset forgets it.
+    PROMPT is continued; if it is left out or `-`, it is read from standard input, without the last newline. With --chat
+    and no PROMPT, on a terminal, each line you type is a message; Ctrl-D or /exit ends the conversation, /reset
+    forgets it.
     """
     from ..runtime.llm import LLM
     from ..runtime.request import SamplingParams
@@ -62,7 +63,7 @@ def command(
     )
     config = engine_config(**options)
     if prompt == "-" or (prompt is None and not (chat and sys.stdin.isatty())):
-        prompt = sys.stdin.read()
+        prompt = sys.stdin.read().removesuffix("\n")
     with LLM(engine, **{name: getattr(config, name) for name in config.__slots__}) as llm:
         history = [{"role": "system", "content": system}] if system is not None else []
         if chat and prompt is None:

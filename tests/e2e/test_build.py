@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -110,6 +112,56 @@ def test_sa_10_a_prompt_beyond_the_context_is_refused_not_cut(tiny_bundles: dict
     assert done.returncode == 2
     assert "512" in done.stderr
     assert done.stdout.strip() == ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--kv-cache-memory", "900TiB"], "kv_cache_memory"),
+        (["--threads", "100000"], "threads"),
+        (["--max-batch-size", "1000"], "max_batch_size"),
+    ],
+)
+def test_more_than_the_machine_or_the_bundle_has_is_refused(
+    arguments: list[str], message: str, tiny_bundles: dict[str, Path]
+) -> None:
+    done = pelton("generate", tiny_bundles["llama"], "hello", *arguments)
+    assert done.returncode == 2, done.stderr
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_what_cannot_be_written_is_said_in_one_line(checkpoint: Path, tiny_bundles: dict[str, Path]) -> None:
+    done = pelton("build", checkpoint, "-o", "/proc/nowhere/bundle")
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+    with open("/dev/full", "w") as full:
+        command = [
+            sys.executable,
+            "-m",
+            "pelton.scripts.cli",
+            "generate",
+            str(tiny_bundles["llama"]),
+            "hello",
+        ]
+        written = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert written.returncode == 2
+    assert "Traceback" not in written.stderr
+
+
+def test_a_prompt_from_standard_input_is_the_same_prompt(tiny_bundles: dict[str, Path]) -> None:
+    bundle = tiny_bundles["llama"]
+    given = pelton("generate", bundle, "The engine reads", "--max-tokens", "8")
+    piped = pelton("generate", bundle, "--max-tokens", "8", input="The engine reads\n")
+    assert piped.returncode == 0, piped.stderr
+    assert piped.stdout == given.stdout
+
+
+def test_an_output_that_is_no_bundle_is_refused_by_the_dry_run_too(checkpoint: Path, tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    done = pelton("build", checkpoint, "-o", tmp_path, "--dry-run")
+    assert done.returncode == 2
+    assert "not a Pelton bundle" in done.stderr
 
 
 def test_float16_checkpoint_says_what_it_is_built_in(tmp_path: Path) -> None:

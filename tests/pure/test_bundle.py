@@ -301,6 +301,15 @@ def test_an_unchanged_build_is_found(tmp_path: Path) -> None:
     assert find_unchanged(tmp_path / "b", manifest.content_key) is None
 
 
+def test_a_bundle_with_a_changed_byte_is_built_again(tmp_path: Path) -> None:
+    manifest = build(tmp_path / "b")
+    file = tmp_path / "b" / "engine.pt2"
+    data = bytearray(file.read_bytes())
+    data[0] ^= 1
+    file.write_bytes(data)
+    assert find_unchanged(tmp_path / "b", manifest.content_key) is None
+
+
 @pytest.mark.parametrize("interruption", [KeyboardInterrupt, RuntimeError])
 def test_an_interrupted_build_leaves_what_was_there(
     interruption: type[BaseException], tmp_path: Path

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import mmap
+import weakref
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -18,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..errors import BundleError
+from ..errors import BundleError, EngineError
 from .paged_attention_cpu import WORK_LIST_FIELDS, PackedWork, pack_work
 
 ENGINE_FILE = "engine.json"
@@ -111,7 +112,10 @@ class CpuEngine:
         # Linux hands out AMX tile registers on request only; a bf16 GEMM dies of an illegal instruction without it.
         torch.cpu._init_amx()
         # The libraries point into these tensors without owning them.
-        self._weights = _load_weights(directory / WEIGHTS_FILE)
+        self._weights, arena = _load_weights(directory / WEIGHTS_FILE)
+        # A library keeps its handles of the tensors for ever (AOTInductor does not delete them), so the memory behind
+        # them is given back by hand.
+        self._release = weakref.finalize(self, arena.madvise, mmap.MADV_DONTNEED)
         self._segments = [_load(directory, segment, self._weights) for segment in program.segments]
         self._padding_page = num_blocks
         size = program.block_size
@@ -119,6 +123,11 @@ class CpuEngine:
         for layer, (heads, dim) in enumerate(zip(program.kv_heads, program.head_dims, strict=True)):
             self._values[f"k_caches_{layer}"] = torch.zeros(num_blocks + 1, heads, dim, size, dtype=dtype)
             self._values[f"v_caches_{layer}"] = torch.zeros(num_blocks + 1, heads, size, dim, dtype=dtype)
+
+    def close(self) -> None:
+        """Give back weights and KV pages; nothing can be run after it. May be called again."""
+        self._segments, self._weights, self._values = [], {}, {}
+        self._release()
 
     def run(
         self,
@@ -129,7 +138,9 @@ class CpuEngine:
         query_start_loc: np.ndarray,  # [B + 1]
         logits_rows: np.ndarray,  # [N]
     ) -> Tensor:
-        """One step: logits `[N, vocab]` float32."""
+        """One step: logits `[N, vocab]` float32. Raises `EngineError` when closed."""
+        if not self._segments:
+            raise EngineError("the engine is closed")
         program = self.program
         work = pack_work(
             block_table,
@@ -197,8 +208,8 @@ def _load(directory: Path, segment: SegmentProgram, weights: Mapping[str, Tensor
     return _Loaded(runner, segment)
 
 
-def _load_weights(path: Path) -> dict[str, Tensor]:
-    """All tensors of a safetensors file, read once into an anonymous mapping with huge pages.
+def _load_weights(path: Path) -> tuple[dict[str, Tensor], mmap.mmap]:
+    """All tensors of a safetensors file, read once into an anonymous mapping with huge pages, and the mapping.
 
     Huge pages give up to 40% more read bandwidth than the 4 KiB pages of a mapped file. Format:
     https://huggingface.co/docs/safetensors/index#format
@@ -225,4 +236,4 @@ def _load_weights(path: Path) -> dict[str, Tensor]:
             weights[name] = buffer[start:end].view(_DTYPES[entry["dtype"]]).view(entry["shape"])
     except (OSError, ValueError, KeyError) as error:
         raise BundleError(f"{path}: cannot be read ({error}); build the bundle again") from error
-    return weights
+    return weights, arena

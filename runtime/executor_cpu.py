@@ -81,7 +81,8 @@ class CpuExecutor:
         return StepOutput(self._run(inputs, inputs.logits_rows))
 
     def close(self) -> None:
-        """Nothing to do: memory goes with the object."""
+        """Give back the memory; a later `execute` raises `EngineError`."""
+        self._engine.close()
 
     def _run(self, inputs: StepInputs, rows: np.ndarray) -> np.ndarray:
         # OpenMP counts threads per calling thread, and a server steps on another one than that which loaded the

@@ -12,6 +12,7 @@ import pytest
 import torch
 from conftest import pelton
 
+from pelton import LLM
 from support.checkpoints import tiny_checkpoint
 
 
@@ -162,6 +163,32 @@ def test_an_output_that_is_no_bundle_is_refused_by_the_dry_run_too(checkpoint: P
     done = pelton("build", checkpoint, "-o", tmp_path, "--dry-run")
     assert done.returncode == 2
     assert "not a Pelton bundle" in done.stderr
+
+
+def test_a_closed_engine_gives_its_memory_back(smollm2_bundle: Path) -> None:
+    """Weights and pages of four engines in turn; what stays must be far less than one engine's 311 MiB."""
+    script = """
+import sys, psutil
+from pelton import LLM, SamplingParams
+sizes = []
+for _ in range(4):
+    with LLM(sys.argv[1], kv_cache_bytes=64 << 20) as llm:
+        llm.generate("Once", SamplingParams(max_tokens=2))
+    del llm
+    sizes.append(psutil.Process().memory_info().rss >> 20)
+print(sizes[-1] - sizes[0])
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(smollm2_bundle)], capture_output=True, text=True, check=True
+    )
+    assert int(done.stdout) < 200
+
+
+def test_a_closed_engine_says_so(tiny_bundles: dict[str, Path]) -> None:
+    llm = LLM(tiny_bundles["llama"])
+    llm.close()
+    (output,) = llm.generate("hello")
+    assert output.outputs[0].finish_reason == "error"
 
 
 def test_float16_checkpoint_says_what_it_is_built_in(tmp_path: Path) -> None:

@@ -45,17 +45,23 @@ class _Commands(click.Group):
         except PeltonError as error:
             click.echo(f"pelton: {error}", err=True)
             sys.exit(2)
-        except BrokenPipeError:
-            # The reader of our output went away (`| head`): nothing is left to say to it.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            sys.exit(1)
         except KeyboardInterrupt:
             click.echo("pelton: interrupted", err=True)
             sys.exit(130)
+        except BrokenPipeError:
+            # The reader of our output went away (`| head`): nothing is left to say to it.
+            _discard_output()
+            sys.exit(1)
         except OSError as error:
             where = f"{error.filename}: " if error.filename is not None else ""
             click.echo(f"pelton: {where}{error.strerror or error}", err=True)
+            _discard_output()
             sys.exit(2)
+
+
+def _discard_output() -> None:
+    """What is still buffered cannot be written either; trying at exit would end in a traceback and status 120."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})

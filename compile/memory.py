@@ -8,11 +8,11 @@
     activations  the largest step that the limits allow, the sum of
         tokens   max_step_tokens * 16 * hidden_size * itemsize: residual stream, norms, Q/K/V and MLP rows
         rows     rows * pages * heads * (head_dim + block_size + 2) * 4: attention of each row over each page
-        tiles    tiles * pages * block_size * (2 * kv_heads * head_dim + 64 * group) * itemsize: gathered pages, mask
+        tiles    tiles * pages * block_size * (2 * kv_heads * head_dim + 128) * itemsize: gathered pages, mask
         logits   max_step_tokens * vocab_size * 4, when a request wants the log-probabilities of its prompt
 
-`pages` is max_model_len / block_size, `group` heads / kv_heads. In float32 every token is a row; in bfloat16 rows are
-those of sequences with at most 8 tokens in the step, and prompts are tiles of 64 tokens. Only one layer's rows and
+`pages` is max_model_len / block_size. In float32 every token is a row; in bfloat16 rows are
+those of sequences with at most 8 tokens in the step, and prompts are tiles of 128 tokens. Only one layer's rows and
 tiles exist at a time. A step of short contexts needs a small part of this.
 """
 
@@ -60,6 +60,6 @@ def _activation_bytes(facts: ModelFacts, limits: Limits, dtype: str) -> int:
         rows = min(tokens, limits.max_batch_size * MAX_ROWS_PER_SEQUENCE)
         tiles = -(-tokens // TILE) + min(limits.max_batch_size, tokens // (MAX_ROWS_PER_SEQUENCE + 1))
     row_bytes = rows * pages * heads * (head_dim + limits.block_size + 2) * 4
-    per_position = 2 * kv_heads * head_dim + TILE * (heads // kv_heads)
+    per_position = 2 * kv_heads * head_dim + TILE
     tile_bytes = tiles * pages * limits.block_size * per_position * item
     return tokens * (16 * facts.hidden_size * item + facts.vocab_size * 4) + row_bytes + tile_bytes

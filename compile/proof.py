@@ -1,7 +1,8 @@
 """The proof that a compiled form computes what the model computes, on steps as a server makes them.
 
-One trace of three steps over four sequences: a ragged prefill, then decodes mixed with a chunk and a new prompt, then
-a chunk in the middle of decodes. Every row's logits are compared with the original model run on each whole sequence.
+One trace of four steps over four sequences: a ragged prefill, then decodes mixed with a chunk and a new prompt, then
+a chunk in the middle of decodes, then a step of few tokens each. Every row's logits are compared with the original
+model run on each whole sequence.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ _STEPS: tuple[tuple[tuple[int, int], ...], ...] = (
     ((0, 21), (1, 5), (2, 34)),
     ((3, 17), (0, 1), (2, 9), (1, 1)),
     ((1, 1), (0, 13), (3, 1), (2, 1)),
+    ((2, 1), (3, 2), (0, 1), (1, 4)),
 )
 # A window is exercised by a longer first prompt, up to here (longer ones cost minutes of eager reference).
 MAX_PROVED_WINDOW = 512

@@ -1,6 +1,9 @@
 """The CPU engine: what `engine.json` says, and the one owner of Inductor's ahead-of-time runner.
 
-An engine is a list of segments that read and write named values. Names of a step's inputs: `input_ids`, `positions`
+An engine is a list of segments that read and write named values. An attending segment of a bfloat16 engine has two
+libraries: one for any step, and one for steps in which every token is a row of its own (most are: decodes).
+
+Names of a step's inputs: `input_ids`, `positions`
 `[1, T]`, `logits_rows` `[N]`, `k_caches_<layer>`, `v_caches_<layer>`; segments that attend take the step's work
 lists besides. The last segment writes the logits.
 """
@@ -8,6 +11,7 @@ lists besides. The last segment writes the logits.
 from __future__ import annotations
 
 import json
+import math
 import mmap
 import weakref
 from collections.abc import Mapping
@@ -20,7 +24,7 @@ import torch
 from torch import Tensor
 
 from ..errors import BundleError, EngineError
-from .paged_attention_cpu import WORK_LIST_FIELDS, PackedWork, pack_work
+from .paged_attention_cpu import pack_work
 
 ENGINE_FILE = "engine.json"
 WEIGHTS_FILE = "weights.safetensors"
@@ -35,11 +39,19 @@ _DTYPES = {
 
 
 @dataclass(frozen=True, slots=True)
-class SegmentProgram:
-    """One run of a library: `weights` maps its constants to tensors of the weights file."""
+class LibraryUse:
+    """A library file of the bundle; `weights` maps its constants to tensors of the weights file."""
 
-    library: str
+    file: str
     weights: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentProgram:
+    """`library` runs any step, `row_library` one without tiles; it is None where the first has no tiles either."""
+
+    library: LibraryUse
+    row_library: LibraryUse | None
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     windows: tuple[int, ...]
@@ -75,7 +87,11 @@ class EngineProgram:
             data = json.loads(path.read_text())
             segments = tuple(
                 SegmentProgram(
-                    s["library"], s["weights"], tuple(s["inputs"]), tuple(s["outputs"]), tuple(s["windows"])
+                    LibraryUse(**s["library"]),
+                    LibraryUse(**s["row_library"]) if s["row_library"] else None,
+                    tuple(s["inputs"]),
+                    tuple(s["outputs"]),
+                    tuple(s["windows"]),
                 )
                 for s in data["segments"]
             )
@@ -96,8 +112,9 @@ class EngineProgram:
 
 @dataclass(frozen=True, slots=True)
 class _Loaded:
-    runner: Any
     program: SegmentProgram
+    runner: Any
+    row_runner: Any
 
 
 class CpuEngine:
@@ -116,13 +133,13 @@ class CpuEngine:
         # A library keeps its handles of the tensors for ever (AOTInductor does not delete them), so the memory behind
         # them is given back by hand.
         self._release = weakref.finalize(self, arena.madvise, mmap.MADV_DONTNEED)
-        self._segments = [_load(directory, segment, self._weights) for segment in program.segments]
+        self._segments = [_load_segment(directory, segment, self._weights) for segment in program.segments]
         self._padding_page = num_blocks
         size = program.block_size
         self._values: dict[str, Tensor] = {}
         for layer, (heads, dim) in enumerate(zip(program.kv_heads, program.head_dims, strict=True)):
-            self._values[f"k_caches_{layer}"] = torch.zeros(num_blocks + 1, heads, dim, size, dtype=dtype)
-            self._values[f"v_caches_{layer}"] = torch.zeros(num_blocks + 1, heads, size, dim, dtype=dtype)
+            self._values[f"k_caches_{layer}"] = _zeros((num_blocks + 1, heads, dim, size), dtype)
+            self._values[f"v_caches_{layer}"] = _zeros((num_blocks + 1, heads, size, dim), dtype)
 
     def close(self) -> None:
         """Give back weights and KV pages; nothing can be run after it. May be called again."""
@@ -149,20 +166,21 @@ class CpuEngine:
             block_size=program.block_size,
             padding_page=self._padding_page,
             windows=program.windows,
-            use_tiles=program.use_tiles,
+            tile_dtype=getattr(torch, program.dtype) if program.use_tiles else None,
         )
         values = dict(self._values)
         values["input_ids"] = torch.from_numpy(input_ids)[None]
         values["positions"] = torch.from_numpy(positions)[None]
         values["logits_rows"] = torch.from_numpy(logits_rows)
-        extras = self._extras(work, values["positions"])
+        step = {w: [values["positions"], *work.arguments(i)] for i, w in enumerate(program.windows)}
         results: list[Tensor] = []
         for loaded in self._segments:
             segment = loaded.program
             inputs = [values[name] for name in segment.inputs]
             for window in segment.windows:
-                inputs += extras[window]
-            results = loaded.runner.run(inputs)
+                inputs += step[window]
+            runner = loaded.runner if work.tile_groups else loaded.row_runner
+            results = runner.run(inputs)
             values.update(zip(segment.outputs, results, strict=True))
         return results[0]
 
@@ -173,7 +191,7 @@ class CpuEngine:
             key
             for segment in self.program.segments
             if "input_ids" not in segment.inputs
-            for key in segment.weights.values()
+            for key in segment.library.weights.values()
         }
         return sum(self._weights[key].nbytes for key in read)
 
@@ -183,29 +201,38 @@ class CpuEngine:
         for cache in self._values.values():
             cache[destination] = cache[source]
 
-    def _extras(self, work: PackedWork, positions: Tensor) -> dict[int, list[Tensor]]:
-        """Per window, what an attending segment takes after its inputs."""
-        shared = [
-            positions,
-            *(torch.from_numpy(a) for a in (work.slot_page, work.slot_offset, work.output_index)),
-        ]
-        assert all(len(arrays) == len(WORK_LIST_FIELDS) for arrays in work.lists)
-        return {
-            window: [*shared, *(torch.from_numpy(a) for a in arrays)]
-            for window, arrays in zip(self.program.windows, work.lists, strict=True)
-        }
+
+def _load_segment(directory: Path, segment: SegmentProgram, weights: Mapping[str, Tensor]) -> _Loaded:
+    runner = _load(directory, segment.library, weights)
+    rows = segment.row_library
+    return _Loaded(segment, runner, runner if rows is None else _load(directory, rows, weights))
 
 
-def _load(directory: Path, segment: SegmentProgram, weights: Mapping[str, Tensor]) -> _Loaded:
-    path = directory / segment.library
+def _load(directory: Path, library: LibraryUse, weights: Mapping[str, Tensor]) -> Any:
+    path = directory / library.file
     try:
         runner = torch._C._aoti.AOTIModelContainerRunnerCpu(str(path), 1)
-        constants = {name: weights[key] for name, key in segment.weights.items()}
+        constants = {name: weights[key] for name, key in library.weights.items()}
         if constants:
             runner.update_constant_buffer(constants, False, True, True)
     except (RuntimeError, KeyError) as error:
         raise BundleError(f"{path}: cannot be loaded ({error}); build the bundle again") from error
-    return _Loaded(runner, segment)
+    return runner
+
+
+def _huge_pages(num_bytes: int) -> mmap.mmap:
+    """Anonymous memory of zeros, in huge pages where the kernel has them."""
+    arena = mmap.mmap(-1, max(num_bytes, mmap.PAGESIZE), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        arena.madvise(mmap.MADV_HUGEPAGE)
+    return arena
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """In huge pages: work items read pages of K/V all over the cache, and each 4 KiB of it would miss the TLB."""
+    num_elements = math.prod(shape)
+    arena = _huge_pages(num_elements * dtype.itemsize)
+    return torch.frombuffer(arena, dtype=dtype, count=num_elements).view(shape)
 
 
 def _load_weights(path: Path) -> tuple[dict[str, Tensor], mmap.mmap]:
@@ -220,9 +247,7 @@ def _load_weights(path: Path) -> tuple[dict[str, Tensor], mmap.mmap]:
             header = json.loads(file.read(header_size))
             header.pop("__metadata__", None)
             total = max((entry["data_offsets"][1] for entry in header.values()), default=0)
-            arena = mmap.mmap(-1, max(total, mmap.PAGESIZE), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            if hasattr(mmap, "MADV_HUGEPAGE"):
-                arena.madvise(mmap.MADV_HUGEPAGE)
+            arena = _huge_pages(total)
             view, done = memoryview(arena), 0
             while done < total:
                 count = file.readinto(view[done:total])

@@ -7,8 +7,10 @@ Two forms read the same pages, both driven by lists that numpy makes once per st
   combines its items, as in flash-decoding (https://pytorch.org/blog/flash-decoding). An item depends on its row and
   its page alone and a row adds its items in order of position: results do not depend, bitwise, on how the
   tokens were batched or chunked.
-- *Tiles*: up to `TILE` query tokens of one sequence against all of its pages, gathered for the fused SDPA. Faster
-  for prompts, not invariant: only for reduced precision.
+- *Tiles*: up to `TILE` query tokens of one sequence against its pages up to the last of them, gathered for the
+  fused SDPA. Tiles are padded to a common number of pages, so they come in two groups, the short and the long ones:
+  a causal prompt of one group would read twice what it needs. Faster for prompts, not invariant: only for reduced
+  precision.
 
 Pages on this target (keys transposed, so that scores of neighbouring positions are neighbours in a vector):
 
@@ -27,7 +29,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-TILE = 64
+TILE = 128
 # Chunks of up to this many tokens are cheaper as rows than as a padded tile.
 MAX_ROWS_PER_SEQUENCE = 8
 
@@ -38,22 +40,28 @@ _NEVER = 1 << 40
 
 
 @dataclass(frozen=True, slots=True)
-class WorkList:
-    """What the layers of one window read in a step: W items, R rows of at most J items, X tiles of at most P pages.
-
-    numpy int64 when packed, tensors in the graph; the order of fields is the order of the graph's inputs.
-    """
+class RowWork:
+    """R rows of at most J items, W items in all. int64: numpy when packed, tensors in the graph."""
 
     item_query: Tensor  # [W] index of the query token, in [0, T)
     item_page: Tensor  # [W]
     item_start: Tensor  # [W] position of the page's first key
     row_items: Tensor  # [R, J] items of a row in order of position, padded with the masked last item
-    tile_query: Tensor  # [X, TILE] query tokens; the last one repeats in a partial tile
-    tile_page: Tensor  # [X, P]
-    tile_start: Tensor  # [X] position of the tile's first key
 
 
-WORK_LIST_FIELDS = tuple(f.name for f in fields(WorkList))
+@dataclass(frozen=True, slots=True)
+class TileGroup:
+    """X tiles of at most P pages."""
+
+    query: Tensor  # [X, TILE] int64, query tokens; the last one repeats in a partial tile
+    page: Tensor  # [X, P] int64
+    mask: Tensor  # [X, 1, TILE, P * block_size] in the dtype of the pages: 0 or minus infinity, added to the scores
+
+
+# Names of what the layers of one window read in a step, in the order of the graph's inputs: `RowWork`, then two
+# `TileGroup`s.
+ROW_FIELDS = tuple(f.name for f in fields(RowWork))
+TILE_FIELDS = tuple(f.name for f in fields(TileGroup))
 
 
 def write_kv(
@@ -78,17 +86,22 @@ def attend(
     k_cache: Tensor,
     v_cache: Tensor,
     positions: Tensor,  # [T]
-    work: WorkList,
-    output_index: Tensor,  # [T] where each token's output stands: rows first, then tiles
+    rows: RowWork,
+    tile_groups: Sequence[TileGroup],
+    output_index: Tensor,  # [T] where each token's output stands: rows first, then the groups of tiles
     scale: float,
     window: int,
     soft_cap: float,
-    use_tiles: bool,
 ) -> Tensor:
-    """Attention of all tokens of a step, `[T, Hq, D]`; the step's K/V are in the pages already."""
-    out = _attend_rows(query, k_cache, v_cache, positions, work, scale, window, soft_cap)
-    if use_tiles:
-        out = torch.cat([out, _attend_tiles(query, k_cache, v_cache, positions, work, scale, window)])
+    """Attention of all tokens of a step, `[T, Hq, D]`; the step's K/V are in the pages already.
+
+    Without `tile_groups` the step must be packed with every token a row.
+    """
+    out = _attend_rows(query, k_cache, v_cache, positions, rows, scale, window, soft_cap)
+    if tile_groups:
+        out = torch.cat(
+            [out, *(_attend_tiles(query, k_cache, v_cache, group, scale) for group in tile_groups)]
+        )
     return out[output_index]
 
 
@@ -110,7 +123,7 @@ def _attend_rows(
     k_cache: Tensor,
     v_cache: Tensor,
     positions: Tensor,
-    work: WorkList,
+    work: RowWork,
     scale: float,
     window: int,
     soft_cap: float,
@@ -145,51 +158,40 @@ def _attend_rows(
     return torch.stack(outs, 2).view(-1, num_kv_heads * group, head_dim)
 
 
-def _attend_tiles(
-    query: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    positions: Tensor,
-    work: WorkList,
-    scale: float,
-    window: int,
-) -> Tensor:
-    """[X * TILE, Hq, D]. The query heads of one KV head are folded into the query length: K/V are not repeated."""
+def _attend_tiles(query: Tensor, k_cache: Tensor, v_cache: Tensor, tiles: TileGroup, scale: float) -> Tensor:
+    """[X * TILE, Hq, D]."""
     num_kv_heads, head_dim, block_size = k_cache.shape[1:]
     heads = query.shape[1]
-    group = heads // num_kv_heads
-    num_tiles, tile = work.tile_query.shape
-    length = work.tile_page.shape[1] * block_size  # explicit in every shape: there may be no tiles at all
-    queries = query[work.tile_query].view(num_tiles, tile, num_kv_heads, group, head_dim)
-    queries = queries.permute(0, 2, 3, 1, 4).reshape(num_tiles, num_kv_heads, group * tile, head_dim)
-    keys = k_cache[work.tile_page].permute(0, 2, 1, 4, 3).reshape(num_tiles, num_kv_heads, length, head_dim)
-    values = v_cache[work.tile_page].permute(0, 2, 1, 3, 4).reshape(num_tiles, num_kv_heads, length, head_dim)
-    key_positions = work.tile_start[:, None, None] + torch.arange(length)
-    visible = _visible(key_positions, positions[work.tile_query][:, :, None], window)  # [X, TILE, S]
-    mask = torch.where(visible, 0.0, float("-inf")).to(query.dtype)[:, None, None]
-    mask = mask.expand(num_tiles, 1, group, tile, length).reshape(num_tiles, 1, group * tile, length)
-    out = torch.nn.functional.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=scale)
-    out = out.view(num_tiles, num_kv_heads, group, tile, head_dim).permute(0, 3, 1, 2, 4)
-    return out.reshape(num_tiles * tile, heads, head_dim)
+    num_tiles, tile = tiles.query.shape
+    length = tiles.page.shape[1] * block_size  # explicit in every shape: there may be no tiles at all
+    queries = query[tiles.query].permute(0, 2, 1, 3).contiguous()  # [X, Hq, TILE, D]
+    keys = k_cache[tiles.page].permute(0, 2, 1, 4, 3).reshape(num_tiles, num_kv_heads, length, head_dim)
+    values = v_cache[tiles.page].permute(0, 2, 1, 3, 4).reshape(num_tiles, num_kv_heads, length, head_dim)
+    out = torch.nn.functional.scaled_dot_product_attention(
+        queries, keys, values, attn_mask=tiles.mask, scale=scale, enable_gqa=num_kv_heads != heads
+    )
+    return out.permute(0, 2, 1, 3).reshape(num_tiles * tile, heads, head_dim)
 
 
 @dataclass(frozen=True, slots=True)
 class PackedWork:
-    """One step's index arrays, int64: KV slots, one work list per window, and where each token's output stands."""
+    """One step's tensors: KV slots, where each token's output stands, and the work of each window."""
 
-    slot_page: np.ndarray  # [T]
-    slot_offset: np.ndarray  # [T]
-    output_index: np.ndarray  # [T]
-    lists: tuple[tuple[np.ndarray, ...], ...]  # per window, fields as in WorkList
+    slot_page: Tensor  # [T]
+    slot_offset: Tensor  # [T]
+    output_index: Tensor  # [T]
+    rows: tuple[RowWork, ...]  # per window
+    tile_groups: tuple[tuple[TileGroup, TileGroup], ...]  # per window; empty when every token is a row
 
-    def arrays(self) -> list[np.ndarray]:
-        """In the order of the graph's inputs."""
-        return [
-            self.slot_page,
-            self.slot_offset,
-            self.output_index,
-            *(a for work in self.lists for a in work),
-        ]
+    def arguments(self, index: int) -> list[Tensor]:
+        """What the graph takes for the window of this index, after the positions: `STEP_FIELDS`, then the work."""
+        groups = self.tile_groups[index] if self.tile_groups else ()
+        parts = (self.rows[index], *groups)
+        work = [getattr(part, f.name) for part in parts for f in fields(part)]
+        return [self.slot_page, self.slot_offset, self.output_index, *work]
+
+
+STEP_FIELDS = ("slot_page", "slot_offset", "output_index")
 
 
 def pack_work(
@@ -200,46 +202,87 @@ def pack_work(
     block_size: int,
     padding_page: int,
     windows: Sequence[int],
-    use_tiles: bool,
+    tile_dtype: torch.dtype | None,
 ) -> PackedWork:
-    """The work lists of one step; pages outside a window are left out."""
+    """The work of one step; pages outside a window are left out.
+
+    `tile_dtype` is the dtype of the pages where prompts go in tiles, None where every token is a row.
+    """
     starts = query_start_loc.astype(np.int64)
     counts = np.diff(starts)
     owner = np.repeat(np.arange(len(counts)), counts)  # [T] sequence of each token
     positions = np.arange(starts[-1]) + np.repeat(seq_lens - starts[1:], counts)
     table = block_table.astype(np.int64)
-    tiled = (counts > MAX_ROWS_PER_SEQUENCE) & use_tiles
+    tiled = counts > MAX_ROWS_PER_SEQUENCE if tile_dtype is not None else np.zeros(len(counts), bool)
     rows = np.flatnonzero(~tiled[owner])
     tiles = [
-        (int(b), first, min(first + TILE, int(starts[b + 1])))
+        _Tile(int(b), first, min(first + TILE, int(starts[b + 1])), int(positions[first]))
         for b in np.flatnonzero(tiled)
         for first in range(int(starts[b]), int(starts[b + 1]), TILE)
     ]
+    short, long = _halves(tiles, block_size)
     output_index = np.empty(len(owner), np.int64)
     output_index[rows] = np.arange(len(rows))
-    for x, (_, first, end) in enumerate(tiles):
-        output_index[first:end] = len(rows) + x * TILE + np.arange(end - first)
-    lists = tuple(
-        _row_items(rows, positions[rows], table[owner[rows]], block_size, padding_page, window)
-        + _tile_pages(tiles, positions, table, block_size, padding_page, window)
+    for x, tile in enumerate((*short, *long)):
+        output_index[tile.first : tile.end] = len(rows) + x * TILE + np.arange(tile.end - tile.first)
+    page, offset = table[owner, positions // block_size], positions % block_size
+    row_work = tuple(
+        _row_work(rows, positions[rows], table[owner[rows]], block_size, padding_page, window)
         for window in windows
     )
-    page = table[owner, positions // block_size]
-    return PackedWork(page, positions % block_size, output_index, lists)
+    groups: tuple[tuple[TileGroup, TileGroup], ...] = ()
+    if tiles and tile_dtype is not None:
+        groups = tuple(
+            (
+                _tile_group(short, table, block_size, padding_page, window, tile_dtype),
+                _tile_group(long, table, block_size, padding_page, window, tile_dtype),
+            )
+            for window in windows
+        )
+    slots = torch.from_numpy(page), torch.from_numpy(offset)
+    return PackedWork(*slots, torch.from_numpy(output_index), row_work, groups)
+
+
+@dataclass(frozen=True, slots=True)
+class _Tile:
+    """Query tokens `first` to `end` (exclusive) of a step, all of one sequence; `position` is that of the first."""
+
+    sequence: int
+    first: int
+    end: int
+    position: int
+
+    def pages(self, block_size: int, window: int) -> range:
+        """Indices into the sequence's row of the block table."""
+        last = self.position + self.end - self.first - 1
+        first = _first_page(np.array(self.position), block_size, window)
+        return range(int(first), last // block_size + 1)
+
+
+def _halves(tiles: Sequence[_Tile], block_size: int) -> tuple[list[_Tile], list[_Tile]]:
+    """Short and long tiles, parted where the fewest pages are padded. The long half is empty only if there are none."""
+    ordered = sorted(tiles, key=lambda tile: len(tile.pages(block_size, 0)))
+    lengths = [len(tile.pages(block_size, 0)) for tile in ordered]
+    split = min(
+        range(len(ordered)),
+        key=lambda i: i * lengths[i - 1] + (len(lengths) - i) * lengths[-1],
+        default=0,
+    )
+    return ordered[:split], ordered[split:]
 
 
 def _first_page(positions: np.ndarray, block_size: int, window: int) -> np.ndarray:
     return np.maximum(positions - window + 1, 0) // block_size if window else np.zeros_like(positions)
 
 
-def _row_items(
+def _row_work(
     rows: np.ndarray,
     positions: np.ndarray,
     tables: np.ndarray,
     block_size: int,
     padding_page: int,
     window: int,
-) -> tuple[np.ndarray, ...]:
+) -> RowWork:
     first = _first_page(positions, block_size, window)
     counts = positions // block_size - first + 1
     ends = np.cumsum(counts)
@@ -248,33 +291,33 @@ def _row_items(
     index = np.arange(num_items) - np.repeat(ends - counts, counts) + first[row]  # index into the block table
     columns = np.arange(counts.max() if len(counts) else 1)
     row_items = np.where(columns < counts[:, None], (ends - counts)[:, None] + columns, num_items)
-    return (
+    arrays = (
         np.append(rows[row], 0),
         np.append(tables[row, index], padding_page),
         np.append(index * block_size, _NEVER),
         row_items.reshape(len(rows), len(columns)),
     )
+    return RowWork(*map(torch.from_numpy, arrays))
 
 
-def _tile_pages(
-    tiles: Sequence[tuple[int, int, int]],
-    positions: np.ndarray,
+def _tile_group(
+    tiles: Sequence[_Tile],
     table: np.ndarray,
     block_size: int,
     padding_page: int,
     window: int,
-) -> tuple[np.ndarray, ...]:
-    spans = [
-        (
-            int(_first_page(positions[first : first + 1], block_size, window)[0]),
-            int(positions[end - 1]) // block_size + 1,
-        )
-        for _, first, end in tiles
-    ]
-    width = max((last - first for first, last in spans), default=1)
+    dtype: torch.dtype,
+) -> TileGroup:
+    spans = [tile.pages(block_size, window) for tile in tiles]
+    width = max(map(len, spans), default=1)
     query = np.empty((len(tiles), TILE), np.int64)
     page = np.full((len(tiles), width), padding_page, np.int64)
-    for x, ((b, first, end), (low, high)) in enumerate(zip(tiles, spans, strict=True)):
-        query[x] = np.minimum(first + np.arange(TILE), end - 1)
-        page[x, : high - low] = table[b, low:high]
-    return query, page, np.array([low * block_size for low, _ in spans], np.int64)
+    mask = torch.full((len(tiles), 1, TILE, width * block_size), float("-inf"), dtype=dtype)
+    for x, (tile, span) in enumerate(zip(tiles, spans, strict=True)):
+        offsets = np.minimum(np.arange(TILE), tile.end - tile.first - 1)
+        query[x] = tile.first + offsets
+        page[x, : len(span)] = table[tile.sequence, span.start : span.stop]
+        keys = torch.arange(span.start * block_size, (span.start + width) * block_size)
+        queries = torch.from_numpy(tile.position + offsets)[:, None]
+        mask[x, 0].masked_fill_(_visible(keys, queries, window), 0)
+    return TileGroup(torch.from_numpy(query), torch.from_numpy(page), mask)

@@ -13,7 +13,6 @@ import tempfile
 import time
 import urllib.request
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
@@ -141,14 +140,19 @@ def _sample(bundle: Path, engine_config: EngineConfig, config: BenchConfig) -> _
     return samples
 
 
-def reset_peak_memory() -> None:
-    """Let `peak_memory` forget what this process needed before, where the kernel can (proc_pid_clear_refs(5))."""
-    with suppress(OSError):
+def reset_peak_memory() -> bool:
+    """Let `peak_memory` forget what this process needed before. False where the kernel cannot, or does not let us
+    (proc_pid_clear_refs(5); a container may deny it).
+    """
+    try:
         Path("/proc/self/clear_refs").write_text("5")
+    except OSError:
+        return False
+    return True
 
 
 def peak_memory() -> int:
-    """The most bytes that were resident since `reset_peak_memory`; since the process began where /proc is not there."""
+    """The most bytes that were resident since `reset_peak_memory`; since the process began where that cannot be."""
     try:
         status = Path("/proc/self/status").read_text()
     except OSError:

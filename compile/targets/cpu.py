@@ -4,6 +4,7 @@ What it writes into a directory:
 
     engine.json          the program: segments in order, with the values they read and write (`plugins_trt.cpu_engine`)
     prologue.so, layer_0.so, ..., epilogue.so      one library per class of segments
+    layer_0_rows.so, ...                           the same without tiles, where the first has tiles
     weights.safetensors  constants of all segments, mapped at load; tied weights are stored once per layout
 
 GEMMs are Inductor's C++ templates with weights packed at build time. A template accumulates each output element
@@ -27,15 +28,25 @@ from torch.export import Dim
 from torch.fx import GraphModule, Node
 
 from ...errors import BuildError
-from ...plugins_trt.cpu_engine import ENGINE_FILE, WEIGHTS_FILE, EngineProgram, SegmentProgram
-from ...plugins_trt.paged_attention_cpu import TILE, WORK_LIST_FIELDS, WorkList, attend, write_kv
+from ...plugins_trt.cpu_engine import ENGINE_FILE, WEIGHTS_FILE, EngineProgram, LibraryUse, SegmentProgram
+from ...plugins_trt.paged_attention_cpu import (
+    ROW_FIELDS,
+    STEP_FIELDS,
+    TILE,
+    TILE_FIELDS,
+    RowWork,
+    TileGroup,
+    attend,
+    write_kv,
+)
 from ..export import KVGeometry, first_line
 from ..segments import Segment, SegmentModule, get_weight
 
 log = logging.getLogger(__name__)
 
 # Sizes of the example step: none is 1 (it would be specialised) and none equals another by accident.
-_ITEMS, _ROWS, _ITEMS_PER_ROW, _TILES, _TILE_PAGES = 13, 5, 3, 6, 4
+_ITEMS, _ROWS, _ITEMS_PER_ROW = 13, 5, 3
+_TILE_GROUPS = ((6, 5), (9, 7))  # (tiles, pages) of the short and of the long group
 
 _INDUCTOR_OPTIONS: dict[str, Any] = {
     "freezing": True,
@@ -79,8 +90,8 @@ def lower(
     attentions = [attention_of(node) for segment in segments for node in segment.attention()]
     windows = tuple(sorted({a.window for a in attentions}))
     use_tiles = dtype != torch.float32 and not any(a.soft_cap for a in attentions)
-    lowering = _Lowering(graph_module, geometry, dtype, block_size, use_tiles)
-    classes: dict[Hashable, _Library] = {}
+    lowering = _Lowering(graph_module, geometry, dtype, block_size)
+    classes: dict[Hashable, tuple[_Library, _Library | None]] = {}
     programs = []
     store = _WeightStore()
     for segment in segments:
@@ -89,13 +100,21 @@ def lower(
         signature = segment.signature(graph_module)
         if signature not in classes:
             library_name = segment.name.replace(".", "_")
+            has_tiles = use_tiles and any(segment.attention())
             on_progress(f"compiling {segment.name}")
-            classes[signature] = lowering.compile(segment, directory / f"{library_name}.so")
-        library = classes[signature]
+            library = lowering.compile(segment, directory / f"{library_name}.so", use_tiles=has_tiles)
+            row_library = None
+            if has_tiles:
+                on_progress(f"compiling {segment.name} for decodes")
+                row_library = lowering.compile(
+                    segment, directory / f"{library_name}_rows.so", use_tiles=False
+                )
+            classes[signature] = library, row_library
+        library, row_library = classes[signature]
         programs.append(
             SegmentProgram(
-                library=library.path.name,
-                weights={c: store.add(library.constant(c, graph_module, segment)) for c in library.recipes},
+                library=store.use(library, graph_module, segment),
+                row_library=store.use(row_library, graph_module, segment) if row_library else None,
                 inputs=tuple(node.name for node in segment.inputs),
                 outputs=tuple(node.name for node in segment.outputs),
                 windows=tuple(attention_of(node).window for node in segment.attention()),
@@ -131,6 +150,11 @@ class _WeightStore:
             self.tensors[name] = tensor.contiguous().clone()
         return self._names[key]
 
+    def use(self, library: _Library, graph_module: GraphModule, segment: Segment) -> LibraryUse:
+        """`library` with its constants made from the weights of `segment`."""
+        weights = {c: self.add(library.constant(c, graph_module, segment)) for c in library.recipes}
+        return LibraryUse(library.path.name, weights)
+
 
 Recipe = tuple[int, str, Callable[[Tensor], Tensor]]  # weight index, name of the layout, how to make it
 
@@ -158,20 +182,18 @@ class _Lowering:
         geometry: tuple[KVGeometry, ...],
         dtype: torch.dtype,
         block_size: int,
-        use_tiles: bool,
     ) -> None:
         self._graph_module = graph_module
         self._geometry = geometry
         self._dtype = dtype
         self._block_size = block_size
-        self._use_tiles = use_tiles
 
-    def compile(self, segment: Segment, path: Path) -> _Library:
+    def compile(self, segment: Segment, path: Path, *, use_tiles: bool) -> _Library:
         generator = torch.Generator().manual_seed(0)
         weights = [_stand_in(get_weight(self._graph_module, name), generator) for name in segment.weights]
         module = SegmentModule(segment, weights, self._attention)
         inputs, input_shapes = self._example_inputs(segment)
-        extras, extra_shapes = self._example_extras(segment)
+        extras, extra_shapes = self._example_extras(segment, use_tiles)
         try:
             with torch.no_grad():
                 program = torch.export.export(
@@ -197,12 +219,15 @@ class _Lowering:
     def _attention(self, node: Node, values: dict[Node, Any], extras: tuple[Tensor, ...]) -> Tensor:
         """The operator in the form this target compiles; caches are written in place."""
         query, key, value, k_cache, v_cache = (values[cast("Node", a)] for a in node.args[:5])
-        positions, slot_page, slot_offset, output_index, *lists = extras
+        positions, slot_page, slot_offset, output_index, *work = extras
+        rows, tiles = RowWork(*work[: len(ROW_FIELDS)]), work[len(ROW_FIELDS) :]
+        size = len(TILE_FIELDS)
+        groups = [TileGroup(*tiles[i : i + size]) for i in range(0, len(tiles), size)]
         attention = attention_of(node)
         write_kv((slot_page, slot_offset), key, value, k_cache, v_cache)
         return attend(
-            query, k_cache, v_cache, positions[0], WorkList(*lists), output_index,
-            attention.scale, attention.window, attention.soft_cap, self._use_tiles,
+            query, k_cache, v_cache, positions[0], rows, groups, output_index,
+            attention.scale, attention.window, attention.soft_cap,
         )  # fmt: skip
 
     def _example_inputs(self, segment: Segment) -> tuple[list[Tensor], list[dict[int, Any]]]:
@@ -226,7 +251,8 @@ class _Lowering:
             return (11, g.num_heads, g.head_dim, self._block_size)
         return (11, g.num_heads, self._block_size, g.head_dim)
 
-    def _example_extras(self, segment: Segment) -> tuple[list[Tensor], list[dict[int, Any]]]:
+    def _example_extras(self, segment: Segment, use_tiles: bool) -> tuple[list[Tensor], list[dict[int, Any]]]:
+        """What an attending segment takes besides its inputs, and which of its sizes are dynamic."""
         if not any(segment.attention()):
             return [], []
         tokens = 7
@@ -234,12 +260,14 @@ class _Lowering:
             "positions": (1, tokens), "slot_page": (tokens,), "slot_offset": (tokens,), "output_index": (tokens,),
             "item_query": (_ITEMS,), "item_page": (_ITEMS,), "item_start": (_ITEMS,),
             "row_items": (_ROWS, _ITEMS_PER_ROW),
-            "tile_query": (_TILES, TILE), "tile_page": (_TILES, _TILE_PAGES), "tile_start": (_TILES,),
         }  # fmt: skip
-        names = ("positions", "slot_page", "slot_offset", "output_index", *WORK_LIST_FIELDS)
+        names = ("positions", *STEP_FIELDS, *ROW_FIELDS)
         tensors = [torch.zeros(sizes[name], dtype=torch.long) for name in names]
-        static = {("positions", 0), ("tile_query", 1)}
-        shapes = [{d: Dim.AUTO for d in range(len(sizes[n])) if (n, d) not in static} for n in names]
+        shapes = [{d: Dim.AUTO for d in range(len(sizes[n])) if (n, d) != ("positions", 0)} for n in names]
+        for tiles, pages in _TILE_GROUPS if use_tiles else ():
+            mask = torch.zeros(tiles, 1, TILE, pages * self._block_size, dtype=self._dtype)
+            tensors += [torch.zeros(tiles, TILE).long(), torch.zeros(tiles, pages).long(), mask]
+            shapes += [{0: Dim.AUTO}, {0: Dim.AUTO, 1: Dim.AUTO}, {0: Dim.AUTO, 3: Dim.AUTO}]
         return tensors, shapes
 
 

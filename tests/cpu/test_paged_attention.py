@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from pelton.plugins_trt.paged_attention import paged_attention
-from pelton.plugins_trt.paged_attention_cpu import WorkList, attend, pack_work, write_kv
+from pelton.plugins_trt.paged_attention_cpu import attend, pack_work, write_kv
 
 
 @dataclass
@@ -76,14 +76,14 @@ def run(
     k_pages, v_pages = k_cache.permute(0, 2, 3, 1).contiguous(), v_cache.permute(0, 2, 1, 3).contiguous()
     work = pack_work(
         table, seq_lens, starts,
-        block_size=case.block_size, padding_page=num_blocks, windows=[case.window], use_tiles=use_tiles,
+        block_size=case.block_size, padding_page=num_blocks, windows=[case.window],
+        tile_dtype=dtype if use_tiles else None,
     )  # fmt: skip
-    slot_page, slot_offset, output_index, *lists = map(torch.from_numpy, work.arrays())
     positions = np.concatenate([np.arange(p, p + n) for p, n in zip(case.past, case.new, strict=True)])
-    write_kv((slot_page, slot_offset), key, value, k_pages, v_pages)
+    write_kv((work.slot_page, work.slot_offset), key, value, k_pages, v_pages)
     actual = attend(
-        query, k_pages, v_pages, torch.from_numpy(positions), WorkList(*lists), output_index,
-        scale, case.window, case.soft_cap, use_tiles,
+        query, k_pages, v_pages, torch.from_numpy(positions), work.rows[0],
+        work.tile_groups[0] if work.tile_groups else (), work.output_index, scale, case.window, case.soft_cap,
     )  # fmt: skip
     return actual, expected
 
@@ -106,7 +106,7 @@ def test_random_ragged_steps_equal_the_reference() -> None:
         batch = int(random.integers(1, 7))
         case = Case(
             past=random.integers(0, 90, batch).tolist(),
-            new=[int(random.integers(1, 80)) if random.random() < 0.5 else 1 for _ in range(batch)],
+            new=[int(random.integers(1, 400)) if random.random() < 0.5 else 1 for _ in range(batch)],
             num_kv_heads=int(random.choice([1, 2, 3, 6])),
             block_size=int(random.choice([16, 32])),
             window=int(random.choice([0, 0, 7, 50])),
@@ -120,9 +120,9 @@ def test_blocks_outside_the_window_are_not_in_the_work_list() -> None:
     table = np.arange(8, dtype=np.int32)[None]
     work = pack_work(
         table, np.array([128], np.int32), np.array([0, 1], np.int32),
-        block_size=16, padding_page=99, windows=[0, 20], use_tiles=False,
+        block_size=16, padding_page=99, windows=[0, 20], tile_dtype=None,
     )  # fmt: skip
-    full, windowed = (lists[1].tolist() for lists in work.lists)
+    full, windowed = (rows.item_page.tolist() for rows in work.rows)
     assert full == [0, 1, 2, 3, 4, 5, 6, 7, 99]
     assert windowed == [6, 7, 99]  # positions 108..127
 

@@ -17,6 +17,7 @@ import transformers
 from .. import __version__
 from ..errors import BuildError
 from ..plugins_trt.cpu_engine import CpuEngine, EngineProgram
+from ..plugins_trt.paged_attention_cpu import uses_tiles
 from .bundle import (
     FORMAT_VERSION,
     HostFacts,
@@ -38,7 +39,7 @@ from .memory import MemoryPlan, plan_memory
 from .passes import optimise
 from .progress import Progress
 from .proof import MAX_PROVED_WINDOW, StepFunction, Trace, compare, exported_step, record
-from .segments import PAGED_ATTENTION, cut, layer_prefix
+from .segments import PAGED_ATTENTION, attention_of, cut, layer_prefix
 from .targets import cpu
 
 TARGETS = ("cpu",)
@@ -135,7 +136,7 @@ def resolve(request: BuildRequest) -> BuildPlan:
         block_size=request.block_size,
         kv_cache_bytes=request.kv_cache_bytes,
     )
-    memory = plan_memory(facts, limits, dtype, is_tied=bool(config.tie_word_embeddings))
+    memory = _memory(config, facts, limits, getattr(torch, dtype))
     if not memory.num_blocks:
         raise BuildError(
             f"kv_cache_bytes: {request.kv_cache_bytes} is less than one block of {memory.block_bytes} bytes"
@@ -184,7 +185,7 @@ def _build_into(staging: Path, plan: BuildPlan, progress: Progress) -> Manifest:
     with progress.stage("export"):
         program = export(model, block_size=block_size)
     nodes = program.graph.find_nodes(op="call_function", target=PAGED_ATTENTION)
-    layer_windows = [cpu.attention_of(node).window for node in nodes]
+    layer_windows = [attention_of(node).window for node in nodes]
     check_windows(model.config, layer_windows)
     windows = sorted(set(layer_windows))
     unproved = [window for window in windows if window > MAX_PROVED_WINDOW]
@@ -266,6 +267,12 @@ def _facts(checkpoint: Checkpoint) -> ModelFacts:
         raise BuildError(
             f"{checkpoint.source}: the config of {config.model_type} has no {error.name}: this family is not supported"
         ) from error
+
+
+def _memory(config: Any, facts: ModelFacts, limits: Limits, dtype: torch.dtype) -> MemoryPlan:
+    soft_cap = getattr(config, "attn_logit_softcapping", None) or 0.0
+    has_tiles = uses_tiles(dtype, [soft_cap])
+    return plan_memory(facts, limits, dtype, is_tied=bool(config.tie_word_embeddings), has_tiles=has_tiles)
 
 
 def _num_parameters(config: Any) -> int:

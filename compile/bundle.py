@@ -27,7 +27,8 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from ..errors import BuildError, BundleError
 
 MANIFEST_NAME = "manifest.json"
-FORMAT_VERSION = 1
+# Raised when the manifest, a file's form or what an engine's libraries take changes: older bundles are refused then.
+FORMAT_VERSION = 2
 
 _STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 

@@ -4,31 +4,35 @@
 
     weights      every parameter once, and the embedding once more where the head is tied to it: the head's
                  copy is packed for its GEMM, the embedding's is read by row
-    KV pages     num_blocks * block_size * num_layers * 2 * num_kv_heads * head_dim * itemsize
+    KV pages     (num_blocks + 1) * block_size * num_layers * 2 * num_kv_heads * head_dim * itemsize; the one
+                 more is what padding points at
     activations  the largest step that the limits allow, the sum of
         tokens   max_step_tokens * 16 * hidden_size * itemsize: residual stream, norms, Q/K/V and MLP rows
         rows     rows * pages * heads * (head_dim + block_size + 2) * 4: attention of each row over each page
-        tiles    tiles * pages * block_size * (2 * kv_heads * head_dim + 128) * itemsize: gathered pages, mask
+        tiles    tiles * (pages * block_size * (4 * kv_heads * head_dim + 2 * 128) + 4 * 128 * heads * head_dim)
+                 * itemsize: K and V gathered and packed once more by the fused attention, a mask for each of at
+                 most two kinds of windows, and the queries' gathered, attended and joined rows
         logits   max_step_tokens * vocab_size * 4, when a request wants the log-probabilities of its prompt
 
-`pages` is max_model_len / block_size. In float32 every token is a row; in bfloat16 rows are
-those of sequences with at most 8 tokens in the step, and prompts are tiles of 128 tokens. Only one layer's rows and
-tiles exist at a time. A step of short contexts needs a small part of this.
+`pages` is max_model_len / block_size. Without tiles (float32, or a soft cap on attention scores) every token is a row;
+with them rows are those of sequences with at most 8 tokens in the step, and prompts are tiles of 128 tokens. Only one
+layer's rows and tiles exist at a time, but the masks live as long as the step. A step of short contexts needs a small
+part of this.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..plugins_trt.paged_attention_cpu import MAX_ROWS_PER_SEQUENCE, TILE
-from .bundle import Limits, ModelFacts
+import torch
 
-_ITEM_SIZE = {"float32": 4, "bfloat16": 2}
+from ..plugins_trt.paged_attention_cpu import MAX_ROWS_PER_SEQUENCE, TILE, block_bytes
+from .bundle import Limits, ModelFacts
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """Bytes, and the number of KV blocks that they buy. `activations` is an upper bound."""
+    """Bytes, and the number of KV blocks that can be used. `activations` is an upper bound."""
 
     weights: int
     kv_pages: int
@@ -41,25 +45,33 @@ class MemoryPlan:
         return self.weights + self.kv_pages + self.activations
 
 
-def plan_memory(facts: ModelFacts, limits: Limits, dtype: str, *, is_tied: bool) -> MemoryPlan:
-    """The memory of one process that serves a bundle with these `limits`."""
-    item = _ITEM_SIZE[dtype]
-    block_bytes = limits.block_size * facts.num_layers * 2 * facts.num_kv_heads * facts.head_dim * item
-    num_blocks = limits.kv_cache_bytes // block_bytes
+def plan_memory(
+    facts: ModelFacts, limits: Limits, dtype: torch.dtype, *, is_tied: bool, has_tiles: bool
+) -> MemoryPlan:
+    """The memory of one process that serves a bundle with these `limits`; `has_tiles` as `uses_tiles` says."""
+    layers = facts.num_layers
+    block = block_bytes([facts.num_kv_heads] * layers, [facts.head_dim] * layers, limits.block_size, dtype)
+    num_blocks = limits.kv_cache_bytes // block
     parameters = facts.num_parameters + (facts.vocab_size * facts.hidden_size if is_tied else 0)
-    activations = _activation_bytes(facts, limits, dtype)
-    return MemoryPlan(parameters * item, num_blocks * block_bytes, activations, num_blocks, block_bytes)
+    return MemoryPlan(
+        weights=parameters * dtype.itemsize,
+        kv_pages=(num_blocks + 1) * block,
+        activations=_activation_bytes(facts, limits, dtype.itemsize, has_tiles=has_tiles),
+        num_blocks=num_blocks,
+        block_bytes=block,
+    )
 
 
-def _activation_bytes(facts: ModelFacts, limits: Limits, dtype: str) -> int:
-    item, tokens = _ITEM_SIZE[dtype], limits.max_step_tokens
+def _activation_bytes(facts: ModelFacts, limits: Limits, item: int, *, has_tiles: bool) -> int:
     heads, kv_heads, head_dim = facts.num_attention_heads, facts.num_kv_heads, facts.head_dim
-    pages = limits.max_blocks_per_sequence
+    pages, tokens = limits.max_blocks_per_sequence, limits.max_step_tokens
     rows, tiles = tokens, 0
-    if dtype != "float32":
+    if has_tiles:
         rows = min(tokens, limits.max_batch_size * MAX_ROWS_PER_SEQUENCE)
         tiles = -(-tokens // TILE) + min(limits.max_batch_size, tokens // (MAX_ROWS_PER_SEQUENCE + 1))
     row_bytes = rows * pages * heads * (head_dim + limits.block_size + 2) * 4
-    per_position = 2 * kv_heads * head_dim + TILE
-    tile_bytes = tiles * pages * limits.block_size * per_position * item
-    return tokens * (16 * facts.hidden_size * item + facts.vocab_size * 4) + row_bytes + tile_bytes
+    per_position = 4 * kv_heads * head_dim + 2 * TILE
+    per_tile = pages * limits.block_size * per_position + 4 * TILE * heads * head_dim
+    return (
+        tokens * (16 * facts.hidden_size * item + facts.vocab_size * 4) + row_bytes + tiles * per_tile * item
+    )

@@ -1,8 +1,9 @@
 """The proof that a compiled form computes what the model computes, on steps as a server makes them.
 
 One trace of four steps over four sequences: a ragged prefill, then decodes mixed with a chunk and a new prompt, then
-a chunk in the middle of decodes, then a step of few tokens each. Every row's logits are compared with the original
-model run on each whole sequence.
+a chunk in the middle of decodes, then a step of few tokens each. On a target that attends in tiles (of 128 tokens, for
+more than 8 of a sequence) these are tiles alone, rows beside tiles and rows alone. Every row's logits are compared with
+the original model run on each whole sequence.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ from .export import KVGeometry
 
 # (sequence, number of tokens) of each step.
 _STEPS: tuple[tuple[tuple[int, int], ...], ...] = (
-    ((0, 21), (1, 5), (2, 34)),
-    ((3, 17), (0, 1), (2, 9), (1, 1)),
+    ((0, 150), (1, 9), (2, 34)),  # tiles alone, one of them full, two in each group, padded
+    ((3, 5), (0, 1), (2, 9), (1, 1)),  # rows of a new prompt beside a tile
     ((1, 1), (0, 13), (3, 1), (2, 1)),
-    ((2, 1), (3, 2), (0, 1), (1, 4)),
+    ((2, 1), (3, 2), (0, 1), (1, 4)),  # rows alone
 )
 # A window is exercised by a longer first prompt, up to here (longer ones cost minutes of eager reference).
 MAX_PROVED_WINDOW = 512
@@ -93,7 +94,7 @@ def record(model: nn.Module, *, windows: Sequence[int], block_size: int) -> Trac
     In reduced precision this holds a float32 copy of the model for the time of the call.
     """
     extra = max((w for w in windows if w <= MAX_PROVED_WINDOW), default=0)
-    steps = (((0, 21 + extra), *_STEPS[0][1:]), *_STEPS[1:])
+    steps = (((0, max(_STEPS[0][0][1], 21 + extra)), *_STEPS[0][1:]), *_STEPS[1:])
     lengths = [sum(n for step in steps for s, n in step if s == i) for i in range(4)]
     config: Any = model.config
     random = np.random.default_rng(20260101)

@@ -22,6 +22,21 @@ assert paged_attention is not None  # imported to register the operator
 
 
 @dataclass(frozen=True)
+class Attention:
+    """How one layer attends: the scalars of the operator's contract."""
+
+    scale: float
+    window: int
+    soft_cap: float
+
+
+def attention_of(node: Node) -> Attention:
+    """Of a `PAGED_ATTENTION` node."""
+    scale, window, soft_cap = (*cast("tuple[float, ...]", node.args[8:]), 0, 0.0)[:3]
+    return Attention(float(scale), int(window), float(soft_cap))
+
+
+@dataclass(frozen=True)
 class Segment:
     """A run of nodes. `inputs` are values from outside, `outputs` those that other segments (or the caller) read.
 

@@ -15,6 +15,7 @@ import math
 import mmap
 import weakref
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -23,8 +24,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..errors import BundleError, EngineError
-from .paged_attention_cpu import pack_work
+from ..errors import BundleError, ConfigError, EngineError
+from .paged_attention_cpu import TILE, block_bytes, pack_work
 
 ENGINE_FILE = "engine.json"
 WEIGHTS_FILE = "weights.safetensors"
@@ -48,7 +49,7 @@ class LibraryUse:
 
 @dataclass(frozen=True, slots=True)
 class SegmentProgram:
-    """`library` runs any step, `row_library` one without tiles; it is None where the first has no tiles either."""
+    """`library` takes tiles, `row_library` a step without any; it is None where `library` takes none either."""
 
     library: LibraryUse
     row_library: LibraryUse | None
@@ -59,11 +60,12 @@ class SegmentProgram:
 
 @dataclass(frozen=True, slots=True)
 class EngineProgram:
-    """What `engine.json` holds. `kv_heads` and `head_dims` are per layer."""
+    """What `engine.json` holds. `kv_heads` and `head_dims` are per layer; `tile` is the query tokens of a tile."""
 
     dtype: str
     block_size: int
     use_tiles: bool
+    tile: int
     windows: tuple[int, ...]
     kv_heads: tuple[int, ...]
     head_dims: tuple[int, ...]
@@ -72,16 +74,14 @@ class EngineProgram:
     @property
     def block_bytes(self) -> int:
         """Bytes of the K/V of `block_size` tokens in all layers."""
-        item = torch.empty((), dtype=getattr(torch, self.dtype)).element_size()
-        heads = zip(self.kv_heads, self.head_dims, strict=True)
-        return 2 * item * self.block_size * sum(h * d for h, d in heads)
+        return block_bytes(self.kv_heads, self.head_dims, self.block_size, getattr(torch, self.dtype))
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
     @classmethod
     def read(cls, directory: Path) -> EngineProgram:
-        """Raises `BundleError` when `engine.json` is missing or not what this version writes."""
+        """Raises `BundleError` when `engine.json` is missing, is not what this version writes or takes other tiles."""
         path = directory / ENGINE_FILE
         try:
             data = json.loads(path.read_text())
@@ -95,10 +95,11 @@ class EngineProgram:
                 )
                 for s in data["segments"]
             )
-            return cls(
+            program = cls(
                 dtype=data["dtype"],
                 block_size=data["block_size"],
                 use_tiles=data["use_tiles"],
+                tile=data["tile"],
                 windows=tuple(data["windows"]),
                 kv_heads=tuple(data["kv_heads"]),
                 head_dims=tuple(data["head_dims"]),
@@ -108,6 +109,12 @@ class EngineProgram:
             raise BundleError(
                 f"{path}: not a readable CPU engine ({error}); build the bundle again"
             ) from error
+        if program.use_tiles and program.tile != TILE:
+            raise BundleError(
+                f"{path}: built for tiles of {program.tile} tokens, this version makes tiles of {TILE}; build the "
+                "bundle again"
+            )
+        return program
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +127,8 @@ class _Loaded:
 class CpuEngine:
     """A loaded engine with its KV pages: `num_blocks` usable ones and one that is never written.
 
-    Not thread-safe. Memory: weights are copied once from the file into huge pages, K/V are allocated here.
+    Not thread-safe. Memory: weights are copied once from the file into huge pages, K/V are allocated here. Raises
+    `ConfigError` when there is not enough of it.
     """
 
     def __init__(self, directory: Path, *, num_blocks: int) -> None:
@@ -191,7 +199,7 @@ class CpuEngine:
             key
             for segment in self.program.segments
             if "input_ids" not in segment.inputs
-            for key in segment.library.weights.values()
+            for key in (segment.row_library or segment.library).weights.values()
         }
         return sum(self._weights[key].nbytes for key in read)
 
@@ -220,10 +228,19 @@ def _load(directory: Path, library: LibraryUse, weights: Mapping[str, Tensor]) -
     return runner
 
 
-def _huge_pages(num_bytes: int) -> mmap.mmap:
-    """Anonymous memory of zeros, in huge pages where the kernel has them."""
-    arena = mmap.mmap(-1, max(num_bytes, mmap.PAGESIZE), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
+def _huge_pages(num_bytes: int, purpose: str, remedy: str) -> mmap.mmap:
+    """Anonymous memory of zeros, in huge pages where the kernel has them.
+
+    Raises `ConfigError` with the size between `purpose` and `remedy` when it cannot be had.
+    """
+    size = max(num_bytes, mmap.PAGESIZE)
+    try:
+        arena = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise ConfigError(
+            f"{purpose}: {size >> 20} MiB cannot be allocated ({error.strerror}); {remedy}"
+        ) from error
+    with suppress(OSError, AttributeError):  # a kernel or a platform without them
         arena.madvise(mmap.MADV_HUGEPAGE)
     return arena
 
@@ -231,7 +248,7 @@ def _huge_pages(num_bytes: int) -> mmap.mmap:
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """In huge pages: work items read pages of K/V all over the cache, and each 4 KiB of it would miss the TLB."""
     num_elements = math.prod(shape)
-    arena = _huge_pages(num_elements * dtype.itemsize)
+    arena = _huge_pages(num_elements * dtype.itemsize, "kv_cache_memory: K or V of one layer", "lower it")
     return torch.frombuffer(arena, dtype=dtype, count=num_elements).view(shape)
 
 
@@ -247,7 +264,7 @@ def _load_weights(path: Path) -> tuple[dict[str, Tensor], mmap.mmap]:
             header = json.loads(file.read(header_size))
             header.pop("__metadata__", None)
             total = max((entry["data_offsets"][1] for entry in header.values()), default=0)
-            arena = _huge_pages(total)
+            arena = _huge_pages(total, f"{path}: weights", "free memory, or build a smaller model")
             view, done = memoryview(arena), 0
             while done < total:
                 count = file.readinto(view[done:total])

@@ -22,7 +22,7 @@ The last page is never written: padding items and tiles point at it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 
 import numpy as np
@@ -41,7 +41,7 @@ _NEVER = 1 << 40
 
 @dataclass(frozen=True, slots=True)
 class RowWork:
-    """R rows of at most J items, W items in all. int64: numpy when packed, tensors in the graph."""
+    """R rows of at most J items, W items in all; int64."""
 
     item_query: Tensor  # [W] index of the query token, in [0, T)
     item_page: Tensor  # [W]
@@ -58,10 +58,26 @@ class TileGroup:
     mask: Tensor  # [X, 1, TILE, P * block_size] in the dtype of the pages: 0 or minus infinity, added to the scores
 
 
-# Names of what the layers of one window read in a step, in the order of the graph's inputs: `RowWork`, then two
-# `TileGroup`s.
+# Names of what the layers of one window read in a step, in the order of the graph's inputs: what all windows share,
+# `RowWork`, then two `TileGroup`s.
+STEP_FIELDS = ("slot_page", "slot_offset", "output_index")
 ROW_FIELDS = tuple(f.name for f in fields(RowWork))
 TILE_FIELDS = tuple(f.name for f in fields(TileGroup))
+
+
+def uses_tiles(dtype: torch.dtype, soft_caps: Iterable[float]) -> bool:
+    """Whether an engine of this dtype, whose layers have these soft caps (0: none), attends prompts in tiles.
+
+    Tiles round differently from rows, which float32 promises not to, and the fused SDPA knows no soft cap.
+    """
+    return dtype != torch.float32 and not any(soft_caps)
+
+
+def block_bytes(
+    kv_heads: Sequence[int], head_dims: Sequence[int], block_size: int, dtype: torch.dtype
+) -> int:
+    """Bytes of the K/V of one block in all layers; heads and their dimensions are per layer."""
+    return 2 * dtype.itemsize * block_size * sum(h * d for h, d in zip(kv_heads, head_dims, strict=True))
 
 
 def write_kv(
@@ -188,10 +204,7 @@ class PackedWork:
         groups = self.tile_groups[index] if self.tile_groups else ()
         parts = (self.rows[index], *groups)
         work = [getattr(part, f.name) for part in parts for f in fields(part)]
-        return [self.slot_page, self.slot_offset, self.output_index, *work]
-
-
-STEP_FIELDS = ("slot_page", "slot_offset", "output_index")
+        return [*(getattr(self, name) for name in STEP_FIELDS), *work]
 
 
 def pack_work(
@@ -220,7 +233,7 @@ def pack_work(
         for b in np.flatnonzero(tiled)
         for first in range(int(starts[b]), int(starts[b + 1]), TILE)
     ]
-    short, long = _halves(tiles, block_size)
+    short, long = _two_groups(tiles, block_size)
     output_index = np.empty(len(owner), np.int64)
     output_index[rows] = np.arange(len(rows))
     for x, tile in enumerate((*short, *long)):
@@ -259,8 +272,8 @@ class _Tile:
         return range(int(first), last // block_size + 1)
 
 
-def _halves(tiles: Sequence[_Tile], block_size: int) -> tuple[list[_Tile], list[_Tile]]:
-    """Short and long tiles, parted where the fewest pages are padded. The long half is empty only if there are none."""
+def _two_groups(tiles: Sequence[_Tile], block_size: int) -> tuple[list[_Tile], list[_Tile]]:
+    """Short and long tiles, parted where the fewest pages are padded. The long ones are none only if there are none."""
     ordered = sorted(tiles, key=lambda tile: len(tile.pages(block_size, 0)))
     lengths = [len(tile.pages(block_size, 0)) for tile in ordered]
     split = min(

@@ -426,7 +426,5 @@ class Engine:
         request_ids = {item.sequence.request.request_id: None for item in plan.items}
         log.error("step failed for requests %s", ", ".join(request_ids), exc_info=error)
         for request_id in request_ids:
-            message = (
-                f"request {request_id}: the engine failed on this request; the server's log has the cause"
-            )
+            message = f"request {request_id}: the engine failed on this request; the log has the cause"
             self._end(request_id, "error", EngineError(message))

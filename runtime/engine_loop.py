@@ -162,16 +162,13 @@ class EngineLoop:
             self._deliver(delta)
 
     def _fail_step(self, cause: Exception) -> None:
-        """A step that raised names no culprit: every request fails and the engine goes on from empty."""
+        """A step that raised names no culprit: every request fails and the engine goes on from empty. Only the log
+        says what failed: the cause may hold what is no client's business.
+        """
         self._num_failed_steps += 1
         request_ids = list(self._listeners)
         _log.error("a step failed; its requests: %s", ", ".join(request_ids), exc_info=cause)
-        error = (
-            cause
-            if isinstance(cause, PeltonError)
-            else EngineError("the engine failed; see the server's log")
-        )
-        self._fail_all(error)
+        self._fail_all(EngineError("the engine failed; the log has the cause"))
         for request_id in request_ids:
             self._engine.abort(request_id)
         if self._num_failed_steps >= MAX_FAILED_STEPS:
@@ -186,7 +183,7 @@ class EngineLoop:
                 if isinstance(error, PeltonError):
                     raise
                 _log.error("cannot admit %s", request.request_id, exc_info=True)
-                raise EngineError("the engine could not admit the request; see the server's log") from error
+                raise EngineError("the engine could not admit the request; the log has the cause") from error
             self._listeners[request.request_id] = _Listener(on_delta, request.params.n)
 
     def _abort(self, request_ids: Sequence[str]) -> None:

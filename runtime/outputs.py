@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from ..errors import PeltonError
 
+FINISH_REASONS = ("stop", "length", "abort", "deadline", "error")
+
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
@@ -33,10 +35,9 @@ class TokenEvent:
 class Delta:
     """What a step added to one choice of a request, ready for a client.
 
-    `finish_reason` is None until the last delta of this index: `stop`, `length`, `abort`, `deadline` or
-    `error`. `stop_reason` is the stop string or stop token id that ended it (None for EOS). Counts are
-    totals up to and including this delta. `prompt_logprobs` (entry 0 is None: nothing precedes it) comes once,
-    with the first delta of index 0.
+    `finish_reason` is None until the last delta of this index, then one of `FINISH_REASONS`. `stop_reason` is the
+    stop string or stop token id that ended it (None for EOS). Counts are totals up to and including this delta.
+    `prompt_logprobs` (entry 0 is None: nothing precedes it) comes once, with the first delta of index 0.
     """
 
     request_id: str

@@ -26,6 +26,7 @@ from ..runtime.engine import Engine, EngineConfig
 from ..runtime.load import load_engine
 from ..runtime.request import Request, SamplingParams
 from .engine_options import engine_arguments
+from .huge_pages import before_restart
 
 TTFT_PROMPT_TOKENS = 512
 TPOT_CONTEXT_TOKENS = 256
@@ -72,12 +73,12 @@ def measure(bundle: Path, engine_config: EngineConfig, config: BenchConfig) -> d
     start: list[float] = []
     if config.measure_start:
         start = [_start_to_first_token(bundle, engine_config) for _ in range(config.repeats)]
-    bandwidth = _read_bandwidth()
     built = manifest.limits.max_batch_size
     running = num_running(config.num_running, wanted=engine_config.max_batch_size, built=built)
     samples = _sample(
         bundle, replace(engine_config, max_batch_size=running), replace(config, num_running=running)
     )
+    bandwidth = _read_bandwidth()
     floor = samples.step_weight_bytes / bandwidth
     tpot = median((t.total - t.first) / (t.num_output_tokens - 1) for t in samples.single)
     rates = [t.num_output_tokens / t.total for t in samples.many]
@@ -118,7 +119,6 @@ def _sample(bundle: Path, engine_config: EngineConfig, config: BenchConfig) -> _
     manifest = read_manifest(bundle)
     vocab = manifest.model.vocab_size
     samples = _Samples()
-    reset_peak_memory()
     engine = load_engine(bundle, engine_config)
     samples.step_weight_bytes = _step_weight_bytes(engine)
     _run(engine, [_prompt(vocab, 64, seed=1)], 8)
@@ -133,26 +133,15 @@ def _sample(bundle: Path, engine_config: EngineConfig, config: BenchConfig) -> _
         own = [_prompt(vocab, SHARED_OWN_TOKENS, seed=1000 * repeat + i) for i in range(SHARED_REQUESTS)]
         samples.shared.append(_run(engine, [common + o for o in own], SHARED_NEW_TOKENS))
         if not samples.baseline:  # transformers in this process would count as ours
-            samples.peak_memory = max(samples.peak_memory, peak_memory())
+            samples.peak_memory = peak_memory()
         if config.baseline is not None:
             samples.baseline.append(_baseline(config.baseline, manifest.dtype, prompts, config))
     engine.close()
     return samples
 
 
-def reset_peak_memory() -> bool:
-    """Let `peak_memory` forget what this process needed before. False where the kernel cannot, or does not let us
-    (proc_pid_clear_refs(5); a container may deny it).
-    """
-    try:
-        Path("/proc/self/clear_refs").write_text("5")
-    except OSError:
-        return False
-    return True
-
-
 def peak_memory() -> int:
-    """The most bytes that were resident since `reset_peak_memory`; since the process began where that cannot be."""
+    """The most bytes that were ever resident in this process."""
     try:
         status = Path("/proc/self/status").read_text()
     except OSError:
@@ -230,9 +219,10 @@ def time_first_token(
     """Seconds until the server that `command` starts has streamed a token; it is stopped then.
 
     The first line that it prints has to hold its address. Raises `PeltonError` with what the server said last when it
-    does not start or answer; the timeouts are in seconds.
+    does not start or answer; the timeouts are in seconds. The time includes the server's restart for huge pages.
     """
-    environment = {name: value for name, value in os.environ.items() if name != "PELTON_API_KEY"}
+    environment = before_restart(os.environ)
+    environment.pop("PELTON_API_KEY", None)
     with tempfile.TemporaryFile() as log:
         start = time.perf_counter()
         server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, env=environment)

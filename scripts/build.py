@@ -133,7 +133,7 @@ def _show_plan(plan: object) -> None:
         (
             "KV pages",
             f"{format_bytes(memory.kv_pages)} = {memory.num_blocks} blocks of {limits.block_size} tokens "
-            f"({memory.block_bytes} bytes each): {tokens} tokens",
+            f"({memory.block_bytes} bytes each), and one for padding: {tokens} tokens",
         ),
         ("activations", f"{format_bytes(memory.activations)} at most"),
         ("total", f"{format_bytes(memory.total)}"),

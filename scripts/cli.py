@@ -11,6 +11,7 @@ import click
 
 from .. import __version__
 from ..errors import PeltonError
+from .huge_pages import restart_with_huge_pages
 
 _COMMANDS = {
     "build": "compile a checkpoint into a bundle",
@@ -20,9 +21,8 @@ _COMMANDS = {
     "bench": "measure a bundle's latency, throughput and memory",
     "inspect": "show what a bundle holds, and verify it",
 }
-# Those that run an engine.
+# Those that run an engine: they restart themselves with huge pages for its activations.
 _ENGINE_COMMANDS = frozenset({"serve", "batch", "generate", "bench"})
-_HUGE_PAGES = "glibc.malloc.hugetlb"
 
 
 class _Commands(click.Group):
@@ -76,22 +76,8 @@ def main() -> None:
 def entry() -> None:
     """What the console script runs."""
     if sys.argv[1:2] and sys.argv[1] in _ENGINE_COMMANDS:
-        _use_huge_pages()
+        restart_with_huge_pages()
     main()
-
-
-def _use_huge_pages() -> None:
-    """Start this process again with a malloc that asks for huge pages, unless the environment has a say in it.
-
-    A step's activations are scattered over megabytes, and 4 KiB pages cost up to a quarter of its time in TLB misses.
-    glibc reads this setting when a process starts, and at no other time:
-    https://www.gnu.org/software/libc/manual/html_node/Memory-Allocation-Tunables.html
-    """
-    tunables = os.environ.get("GLIBC_TUNABLES", "")
-    if sys.platform != "linux" or _HUGE_PAGES in tunables:
-        return
-    setting = f"{tunables}:{_HUGE_PAGES}=1".removeprefix(":")
-    os.execve(sys.executable, sys.orig_argv, {**os.environ, "GLIBC_TUNABLES": setting})
 
 
 if __name__ == "__main__":

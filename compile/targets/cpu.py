@@ -5,7 +5,7 @@ What it writes into a directory:
     engine.json          the program: segments in order, with the values they read and write (`plugins_trt.cpu_engine`)
     prologue.so, layer_0.so, ..., epilogue.so      one library per class of segments
     layer_0_rows.so, ...                           the same without tiles, where the first has tiles
-    weights.safetensors  constants of all segments, mapped at load; tied weights are stored once per layout
+    weights.safetensors  constants of all segments, read at load; tied weights are stored once per layout
 
 GEMMs are Inductor's C++ templates with weights packed at build time. A template accumulates each output element
 over K in one fixed order, whatever the number of rows, so float32 results do not depend on batching.
@@ -37,16 +37,19 @@ from ...plugins_trt.paged_attention_cpu import (
     RowWork,
     TileGroup,
     attend,
+    uses_tiles,
     write_kv,
 )
 from ..export import KVGeometry, first_line
-from ..segments import Segment, SegmentModule, get_weight
+from ..segments import Segment, SegmentModule, attention_of, get_weight
 
 log = logging.getLogger(__name__)
 
-# Sizes of the example step: none is 1 (it would be specialised) and none equals another by accident.
-_ITEMS, _ROWS, _ITEMS_PER_ROW = 13, 5, 3
-_TILE_GROUPS = ((6, 5), (9, 7))  # (tiles, pages) of the short and of the long group
+# Sizes of the example step. None is 1, which would be specialised; none equals another, or what would otherwise be
+# dynamic could be taken for the same: also not a group's positions (pages times any block size) and `TILE`. Tokens are
+# as many as in the exported program's own example.
+_TOKENS, _ITEMS, _ROWS, _ITEMS_PER_ROW, _BLOCKS = 7, 13, 5, 3, 11
+_TILE_GROUPS = ((6, 17), (9, 19))  # (tiles, pages) of the short and of the long group
 
 _INDUCTOR_OPTIONS: dict[str, Any] = {
     "freezing": True,
@@ -62,20 +65,6 @@ _INDUCTOR_OPTIONS: dict[str, Any] = {
 }
 
 
-@dataclass(frozen=True)
-class Attention:
-    """How one layer attends."""
-
-    scale: float
-    window: int
-    soft_cap: float
-
-
-def attention_of(node: Node) -> Attention:
-    scale, window, soft_cap = (*cast("tuple[float, ...]", node.args[8:]), 0, 0.0)[:3]
-    return Attention(float(scale), int(window), float(soft_cap))
-
-
 def lower(
     graph_module: GraphModule,
     segments: list[Segment],
@@ -89,7 +78,7 @@ def lower(
     """Compile `segments` into `directory`. Raises `BuildError` naming the segment that Inductor refuses."""
     attentions = [attention_of(node) for segment in segments for node in segment.attention()]
     windows = tuple(sorted({a.window for a in attentions}))
-    use_tiles = dtype != torch.float32 and not any(a.soft_cap for a in attentions)
+    use_tiles = uses_tiles(dtype, (a.soft_cap for a in attentions))
     lowering = _Lowering(graph_module, geometry, dtype, block_size)
     classes: dict[Hashable, tuple[_Library, _Library | None]] = {}
     programs = []
@@ -126,6 +115,7 @@ def lower(
         dtype=str(dtype).removeprefix("torch."),
         block_size=block_size,
         use_tiles=use_tiles,
+        tile=TILE,
         windows=windows,
         kv_heads=tuple(g.num_heads for g in geometry),
         head_dims=tuple(g.head_dim for g in geometry),
@@ -237,37 +227,36 @@ class _Lowering:
             if node.name.startswith(("k_caches_", "v_caches_")):
                 shape = self._page_shape(node.name)
                 tensors.append(torch.zeros(shape, dtype=self._dtype))
-                shapes.append({0: Dim.AUTO})
+                shapes.append({0: Dim.DYNAMIC})
                 continue
             sizes = [s if isinstance(s, int) else s.node.hint for s in fake.shape]
             tensors.append(torch.zeros(sizes, dtype=fake.dtype))
-            shapes.append({i: Dim.AUTO for i, s in enumerate(fake.shape) if not isinstance(s, int)})
+            shapes.append({i: Dim.DYNAMIC for i, s in enumerate(fake.shape) if not isinstance(s, int)})
         return tensors, shapes
 
     def _page_shape(self, name: str) -> tuple[int, ...]:
         kind, _, layer = name.partition("_caches_")
         g = self._geometry[int(layer)]
         if kind == "k":
-            return (11, g.num_heads, g.head_dim, self._block_size)
-        return (11, g.num_heads, self._block_size, g.head_dim)
+            return (_BLOCKS, g.num_heads, g.head_dim, self._block_size)
+        return (_BLOCKS, g.num_heads, self._block_size, g.head_dim)
 
     def _example_extras(self, segment: Segment, use_tiles: bool) -> tuple[list[Tensor], list[dict[int, Any]]]:
         """What an attending segment takes besides its inputs, and which of its sizes are dynamic."""
         if not any(segment.attention()):
             return [], []
-        tokens = 7
         sizes: dict[str, tuple[int, ...]] = {
-            "positions": (1, tokens), "slot_page": (tokens,), "slot_offset": (tokens,), "output_index": (tokens,),
+            "positions": (1, _TOKENS), **dict.fromkeys(STEP_FIELDS, (_TOKENS,)),
             "item_query": (_ITEMS,), "item_page": (_ITEMS,), "item_start": (_ITEMS,),
             "row_items": (_ROWS, _ITEMS_PER_ROW),
         }  # fmt: skip
         names = ("positions", *STEP_FIELDS, *ROW_FIELDS)
         tensors = [torch.zeros(sizes[name], dtype=torch.long) for name in names]
-        shapes = [{d: Dim.AUTO for d in range(len(sizes[n])) if (n, d) != ("positions", 0)} for n in names]
+        shapes = [{d: Dim.DYNAMIC for d in range(len(sizes[n])) if (n, d) != ("positions", 0)} for n in names]
         for tiles, pages in _TILE_GROUPS if use_tiles else ():
             mask = torch.zeros(tiles, 1, TILE, pages * self._block_size, dtype=self._dtype)
             tensors += [torch.zeros(tiles, TILE).long(), torch.zeros(tiles, pages).long(), mask]
-            shapes += [{0: Dim.AUTO}, {0: Dim.AUTO, 1: Dim.AUTO}, {0: Dim.AUTO, 3: Dim.AUTO}]
+            shapes += [dict.fromkeys(dims, Dim.DYNAMIC) for dims in ((0,), (0, 1), (0, 3))]
         return tensors, shapes
 
 

@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from ..outputs import Delta
+from ..outputs import FINISH_REASONS, Delta
 
 if TYPE_CHECKING:
     from ..engine import EngineStats
@@ -106,12 +106,12 @@ class _EngineCollector(Collector):
                 stats.num_prefix_queried_tokens,
             ),
             ("prefix_cache_hits", "Tokens found in the prefix cache.", stats.num_prefix_hit_tokens),
-            ("requests_aborted", "Choices ended before their time.", stats.num_finished.get("abort", 0)),
         ):
             yield CounterMetricFamily(f"pelton_{name}", text, value)
         finished = CounterMetricFamily(
             "pelton_requests_finished", "Choices ended, by reason.", labels=["reason"]
         )
-        for reason, count in sorted(stats.num_finished.items()):
+        # Each reason from the start: a rate over a series that is not there yet misses its first increase.
+        for reason, count in (dict.fromkeys(FINISH_REASONS, 0) | stats.num_finished).items():
             finished.add_metric([reason], count)
         yield finished

@@ -140,6 +140,7 @@ async def serve(
 def _uvicorn_config(app: ASGIApp) -> uvicorn.Config:
     return uvicorn.Config(
         app,
+        http="h11",  # the default takes another parser where one happens to be installed
         lifespan="off",
         ws="none",
         log_config=None,

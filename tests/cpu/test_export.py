@@ -11,8 +11,7 @@ from pelton.compile.checkpoint import load_model, open_checkpoint
 from pelton.compile.export import export, kv_geometry
 from pelton.compile.passes import optimise
 from pelton.compile.proof import compare, exported_step, record
-from pelton.compile.segments import PAGED_ATTENTION, cut, get_weight, layer_prefix
-from pelton.compile.targets.cpu import attention_of
+from pelton.compile.segments import PAGED_ATTENTION, attention_of, cut, get_weight, layer_prefix
 from pelton.errors import BuildError
 from support.checkpoints import FAMILIES, tiny_checkpoint
 

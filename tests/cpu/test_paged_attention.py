@@ -9,7 +9,15 @@ import pytest
 import torch
 
 from pelton.plugins_trt.paged_attention import paged_attention
-from pelton.plugins_trt.paged_attention_cpu import attend, pack_work, write_kv
+from pelton.plugins_trt.paged_attention_cpu import (
+    MAX_ROWS_PER_SEQUENCE,
+    TILE,
+    PackedWork,
+    attend,
+    pack_work,
+    uses_tiles,
+    write_kv,
+)
 
 
 @dataclass
@@ -38,6 +46,7 @@ CASES = {
     "window inside a block": Case([50, 3], [1, 40], window=5),
     "window over blocks": Case([90, 33, 0], [1, 20, 70], window=40),
     "window of one": Case([20], [20], window=1),
+    "window beyond SDPA's split": Case([1500, 0], [400, 1], window=700),
     "soft cap": Case([9, 20], [1, 30], soft_cap=2.0),
     "pages of 32": Case([31, 32, 33], [1, 1, 40], block_size=32),
 }
@@ -125,6 +134,79 @@ def test_blocks_outside_the_window_are_not_in_the_work_list() -> None:
     full, windowed = (rows.item_page.tolist() for rows in work.rows)
     assert full == [0, 1, 2, 3, 4, 5, 6, 7, 99]
     assert windowed == [6, 7, 99]  # positions 108..127
+
+
+def packed(past: list[int], new: list[int], windows: list[int]) -> PackedWork:
+    """A bfloat16 step with pages of 16 tokens; sequences have pages of their own."""
+    lengths = np.add(past, new).astype(np.int32)
+    width = -(-int(lengths.max()) // 16)
+    table = np.arange(len(new) * width, dtype=np.int32).reshape(len(new), width)
+    return pack_work(
+        table, lengths, np.cumsum([0, *new]).astype(np.int32),
+        block_size=16, padding_page=table.size, windows=windows, tile_dtype=torch.bfloat16,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("past", "new", "groups"),
+    [
+        ([0], [9], [(0, 1), (1, 1)]),
+        ([0, 0], [128, 128], [(0, 1), (2, 8)]),
+        ([0], [512], [(2, 16), (2, 32)]),
+        ([40, 0, 0, 0], [1, 150, 9, 34], [(2, 3), (2, 10)]),
+    ],
+)
+def test_tiles_are_padded_to_the_longest_of_their_group(
+    past: list[int], new: list[int], groups: list[tuple[int, int]]
+) -> None:
+    work = packed(past, new, [0])
+    assert [tuple(group.page.shape) for group in work.tile_groups[0]] == groups
+    assert [group.query.shape[0] for group in work.tile_groups[0]] == [tiles for tiles, _ in groups]
+
+
+def test_every_token_has_an_output_of_its_own() -> None:
+    work = packed([40, 0, 7, 0], [1, 150, 5, 34], [0])
+    num_rows = len(work.rows[0].row_items)
+    num_tiles = sum(len(group.query) for group in work.tile_groups[0])
+    index = work.output_index.tolist()
+    assert (num_rows, num_tiles) == (6, 3)
+    assert len(set(index)) == 190
+    assert set(index[:1] + index[151:156]) == set(range(num_rows))
+    queries = torch.cat([group.query.flatten() for group in work.tile_groups[0]])
+    tiled = [*range(1, 151), *range(156, 190)]
+    assert [int(queries[index[token] - num_rows]) for token in tiled] == tiled
+
+
+def test_a_step_of_few_tokens_a_sequence_has_no_tiles() -> None:
+    assert packed([40, 0], [1, MAX_ROWS_PER_SEQUENCE], [0, 20]).tile_groups == ()
+    assert packed([40, 0], [1, MAX_ROWS_PER_SEQUENCE + 1], [0, 20]).tile_groups != ()
+
+
+def test_each_window_has_masks_of_its_own() -> None:
+    work = packed([300, 0], [40, 130], [0, 20])
+    for full, windowed in zip(*work.tile_groups, strict=True):
+        assert windowed.mask.shape[-1] < full.mask.shape[-1]
+        for group, window in ((full, 340), (windowed, 20)):
+            assert group.mask.shape == (len(group.query), 1, TILE, group.page.shape[1] * 16)
+            visible = (group.mask == 0).sum(-1)
+            assert bool((visible >= 1).all()), "a query row without a key is NaN"
+            assert int(visible.max()) <= window
+    assert max(int((group.mask == 0).sum(-1).max()) for group in work.tile_groups[0]) == 340
+
+
+@pytest.mark.parametrize(
+    ("dtype", "soft_caps", "expected"),
+    [
+        (torch.bfloat16, [], True),
+        (torch.bfloat16, [0.0, 0.0], True),
+        (torch.bfloat16, [0.0, 50.0], False),
+        (torch.float32, [0.0], False),
+    ],
+)
+def test_tiles_are_for_reduced_precision_without_soft_caps(
+    dtype: torch.dtype, soft_caps: list[float], expected: bool
+) -> None:
+    assert uses_tiles(dtype, soft_caps) is expected
 
 
 def test_overflow_of_one_sequence_does_not_reach_the_next_owner_of_its_page() -> None:

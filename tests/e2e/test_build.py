@@ -6,13 +6,19 @@ import json
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
+import psutil
 import pytest
 import torch
 from conftest import pelton
 
 from pelton import LLM
+from pelton.compile.bundle import read_manifest
+from pelton.compile.memory import plan_memory
+from pelton.plugins_trt.cpu_engine import CpuEngine, EngineProgram
 from support.checkpoints import tiny_checkpoint
 
 
@@ -184,6 +190,26 @@ print(sizes[-1] - sizes[0])
     assert int(done.stdout) < 200
 
 
+def test_pages_are_as_large_as_planned_and_come_back(tiny_bundles: dict[str, Path]) -> None:
+    bundle = tiny_bundles["llama"]
+    manifest = read_manifest(bundle)
+    limits = replace(manifest.limits, kv_cache_bytes=128 << 20)
+    plan = plan_memory(manifest.model, limits, torch.float32, is_tied=False, has_tiles=False)
+    engine = CpuEngine(bundle, num_blocks=plan.num_blocks)
+    caches = [value for name, value in engine._values.items() if "_caches_" in name]
+    assert sum(cache.nbytes for cache in caches) == plan.kv_pages
+    one = np.zeros(1, np.int64)
+    table, length, starts = np.zeros((1, 1), np.int32), np.ones(1, np.int32), np.array([0, 1], np.int32)
+    engine.run(one, one, table, length, starts, one)
+    process = psutil.Process()
+    for cache in caches:
+        cache.fill_(1)
+    del caches, cache
+    full = process.memory_info().rss
+    engine.close()
+    assert full - process.memory_info().rss > 0.95 * plan.kv_pages
+
+
 def test_a_closed_engine_says_so(tiny_bundles: dict[str, Path]) -> None:
     llm = LLM(tiny_bundles["llama"])
     llm.close()
@@ -198,13 +224,23 @@ def test_float16_checkpoint_says_what_it_is_built_in(tmp_path: Path) -> None:
     assert "float16; it is built in bfloat16" in done.stderr
 
 
-def test_a_bfloat16_build_with_biases_serves(tmp_path: Path) -> None:
-    checkpoint = tiny_checkpoint("qwen2", tmp_path / "qwen2")
+def test_a_bfloat16_build_with_biases_and_windows_serves(tmp_path: Path) -> None:
+    """Tiles and rows, in layers of two kinds: over a window of 8 positions and over all."""
+    windows = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}
+    checkpoint = tiny_checkpoint("qwen2", tmp_path / "qwen2", **windows)
     bundle = tmp_path / "bundle"
     built = pelton("build", checkpoint, "-o", bundle, "--dtype", "bfloat16", "--kv-cache-memory", "4MiB")
     assert built.returncode == 0, built.stderr
     proofs = json.loads((bundle / "manifest.json").read_text())["quality"]["proofs"]
     assert [proof["subject"] for proof in proofs] == ["exported graph", "compiled engine"]
+    program = EngineProgram.read(bundle)
+    assert program.use_tiles
+    assert program.windows == (0, 8)
+    forms = [(s.library, s.row_library) for s in program.segments if s.row_library is not None]
+    assert len(forms) == 2
+    for library, row_library in forms:
+        # Names stand for contents: no weight has a second layout for the steps without tiles.
+        assert set(row_library.weights.values()) == set(library.weights.values())
     answer = pelton("generate", bundle, "The engine reads", "--max-tokens", "8")
     assert answer.returncode == 0, answer.stderr
     assert answer.stdout.strip()

@@ -222,7 +222,7 @@ def test_64_streams_of_which_a_third_leaves_hold_nothing(base_url: str) -> None:
             f"{base_url.removesuffix('/v1')}/metrics", headers={"authorization": f"Bearer {KEY}"}
         ).text
 
-    aborted_before = read_metric(metrics(), "pelton_requests_aborted_total")
+    aborted_before = read_metric(metrics(), "pelton_requests_finished_total", reason="abort")
     results = asyncio.run(all_of_them())
     assert [count for number, count in enumerate(results) if number not in leaves_after] == [12] * 42
 
@@ -232,5 +232,5 @@ def test_64_streams_of_which_a_third_leaves_hold_nothing(base_url: str) -> None:
         return all(read_metric(text, name) == 0 for name in names)
 
     assert until(is_released, seconds=2.0)
-    assert read_metric(metrics(), "pelton_requests_aborted_total") > aborted_before
+    assert read_metric(metrics(), "pelton_requests_finished_total", reason="abort") > aborted_before
     assert httpx.get(f"{base_url.removesuffix('/v1')}/health").status_code == 200

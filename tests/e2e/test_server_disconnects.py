@@ -42,7 +42,7 @@ def is_released(server: LiveServer, num_aborted: int) -> bool:
     text = server.client.get("/metrics").text
     names = ("pelton_requests_running", "pelton_requests_waiting", "pelton_kv_cache_blocks_used")
     is_idle = all(read_metric(text, name) == 0 for name in names)
-    return is_idle and read_metric(text, "pelton_requests_aborted_total") >= num_aborted
+    return is_idle and read_metric(text, "pelton_requests_finished_total", reason="abort") >= num_aborted
 
 
 def paced(step: int, inputs: object) -> None:
@@ -81,7 +81,9 @@ def test_st_12_client_leaves_while_queued(stream: bool) -> None:
         receive_events(runs, 1)
         with sent(server, prompt="b", max_tokens=4, stream=stream):
             assert until(lambda: server.metric("pelton_requests_waiting") == 1)
-        assert until(lambda: server.metric("pelton_requests_aborted_total") == 1, seconds=1.0)
+        assert until(
+            lambda: server.metric("pelton_requests_finished_total", reason="abort") == 1, seconds=1.0
+        )
         assert server.metric("pelton_requests_waiting") == 0
         assert server.metric("pelton_requests_running") == 1
 

@@ -99,16 +99,18 @@ def test_metrics() -> None:
         "pelton_prefix_cache_queries_total": 81,
         "pelton_prefix_cache_hits_total": 32,
         "pelton_preemptions_total": 0,
-        "pelton_requests_aborted_total": 0,
         "pelton_time_to_first_token_seconds_count": 3,
         "pelton_time_per_output_token_seconds_count": 2,
         "pelton_call_latency_seconds_count": 3,
     }
     assert {name: read_metric(response.text, name) for name in expected} == expected
     finished = {
-        r: read_metric(response.text, "pelton_requests_finished_total", reason=r) for r in ("stop", "length")
+        name.removeprefix("pelton_requests_finished_total"): float(value)
+        for name, value in (line.rsplit(" ", 1) for line in response.text.splitlines())
+        if name.startswith("pelton_requests_finished_total{")
     }
-    assert finished == {"stop": 2, "length": 2}
+    counts = {"stop": 2, "length": 2, "abort": 0, "deadline": 0, "error": 0}
+    assert finished == {f'{{reason="{reason}"}}': count for reason, count in counts.items()}
 
 
 def test_two_servers_in_a_process_count_apart() -> None:

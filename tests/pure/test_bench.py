@@ -12,7 +12,7 @@ from click.testing import CliRunner
 from pelton.errors import PeltonError
 from pelton.runtime.engine import EngineConfig
 from pelton.scripts import bench_work
-from pelton.scripts.bench_work import num_running, peak_memory, reset_peak_memory, time_first_token
+from pelton.scripts.bench_work import num_running, time_first_token
 from pelton.scripts.engine_options import engine_arguments, engine_config, engine_options
 from support.live_server import live_server
 from support.tiny_model import scripted_engine
@@ -55,20 +55,6 @@ def test_every_engine_option_reaches_the_server(config: EngineConfig) -> None:
     assert seen == [config]
 
 
-@pytest.mark.skipif(not reset_peak_memory(), reason="the peak of memory cannot be reset here")
-def test_memory_of_before_the_reset_does_not_count() -> None:
-    size = 256 * 2**20
-    reset_peak_memory()
-    before = peak_memory()
-    data = bytearray(size)
-    data[::4096] = b"x" * len(data[::4096])
-    held = peak_memory()
-    assert held - before > size * 0.9
-    del data
-    reset_peak_memory()
-    assert held - peak_memory() > size * 0.9
-
-
 def test_the_high_water_mark_of_a_status() -> None:
     assert bench_work._vm_hwm("Name:\tpython\nVmPeak:\t  9 kB\nVmHWM:\t  215672 kB\n") == 215672 * 1024
     assert bench_work._vm_hwm("Name:\tkthreadd\n") is None
@@ -88,6 +74,25 @@ def test_the_first_token_is_timed() -> None:
 def test_a_server_that_ends_gives_its_reason() -> None:
     with pytest.raises(PeltonError, match="did not start: bundle: no manifest"):
         time_first_token(server("import sys; sys.exit('pelton: bundle: no manifest')"))
+
+
+@pytest.mark.parametrize(
+    ("ours", "servers"),
+    [
+        ("glibc.malloc.hugetlb=1", "None"),
+        ("glibc.malloc.check=1:glibc.malloc.hugetlb=1", "glibc.malloc.check=1"),
+        ("glibc.malloc.hugetlb=0", "glibc.malloc.hugetlb=0"),
+    ],
+)
+def test_a_timed_server_starts_as_from_a_shell(
+    ours: str, servers: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It pays for its own restart, and it asks for no key."""
+    monkeypatch.setenv("GLIBC_TUNABLES", ours)
+    monkeypatch.setenv("PELTON_API_KEY", "secret")
+    names = "os.environ.get('GLIBC_TUNABLES'), os.environ.get('PELTON_API_KEY')"
+    with pytest.raises(PeltonError, match=f"did not start: {servers} None$"):
+        time_first_token(server(f"import os, sys; print({names}, file=sys.stderr); sys.exit(1)"))
 
 
 def test_a_server_that_says_nothing_is_given_up() -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from pelton.compile.bundle import (
+    FORMAT_VERSION,
     HostFacts,
     HostNeeds,
     Limits,
@@ -45,7 +46,7 @@ HOST = HostFacts(
 
 def manifest_of(directory: Path) -> Manifest:
     return Manifest(
-        format_version=1,
+        format_version=FORMAT_VERSION,
         target="cpu",
         dtype="bfloat16",
         versions=VERSIONS,
@@ -228,8 +229,8 @@ def test_values_that_make_no_sense_are_refused(
 
 
 def test_another_format_version_is_named_before_anything_else(tmp_path: Path) -> None:
-    text = json.dumps({"format_version": 2, "build_command": COMMAND, "unknown": 1})
-    with pytest.raises(BundleError, match="bundle format 2, this Pelton reads format 1") as error:
+    text = json.dumps({"format_version": 1, "build_command": COMMAND, "unknown": 1})
+    with pytest.raises(BundleError, match="bundle format 1, this Pelton reads format 2") as error:
         Manifest.from_json(text)
     assert str(error.value).endswith(f"rebuild with: {COMMAND}")
 

@@ -211,9 +211,7 @@ def test_a_failed_step_ends_its_requests_and_no_other(caplog: pytest.LogCaptureF
     assert failed.finish_reason == "error"
     assert isinstance(failed.error, EngineError)
     # The client learns which request failed, the log why.
-    assert (
-        str(failed.error) == "request bad: the engine failed on this request; the server's log has the cause"
-    )
+    assert str(failed.error) == "request bad: the engine failed on this request; the log has the cause"
     (record,) = [r for r in caplog.records if r.levelno == logging.ERROR]
     assert "bad" in record.getMessage()
     assert record.exc_info is not None

@@ -127,6 +127,7 @@ class FaultyEngine:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self.num_faults = 0
+        self.cause: Exception = ValueError("a bug")
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
@@ -134,24 +135,38 @@ class FaultyEngine:
     def step(self) -> list[Delta]:
         if self.num_faults:
             self.num_faults -= 1
-            raise ValueError("a bug")
+            raise self.cause
         return self._engine.step()
 
 
-def test_a_step_that_raises_fails_its_requests_and_the_loop_goes_on() -> None:
+@pytest.mark.parametrize("cause", [ValueError("a bug"), EngineError("a bug in /some/path")])
+def test_a_step_that_raises_fails_its_requests_and_the_loop_goes_on(cause: Exception) -> None:
     engine = FaultyEngine(scripted_engine())
-    engine.num_faults = 1
+    engine.num_faults, engine.cause = 1, cause
     with running(engine) as loop:  # type: ignore[arg-type]
         inbox = Inbox()
         loop.submit([make_request("r", n=2, max_tokens=400)], inbox).result(TIMEOUT)
         assert inbox.ended.wait(TIMEOUT)
         assert isinstance(inbox.deltas[-1].error, EngineError)
-        assert "a bug" not in str(inbox.deltas[-1].error)
+        assert str(inbox.deltas[-1].error) == "the engine failed; the log has the cause"
         assert until(lambda: is_idle(loop) and loop.stats().num_finished == {"abort": 2})
         again = Inbox()
         loop.submit([make_request("r")], again).result(TIMEOUT)
         assert again.ended.wait(TIMEOUT)
         assert again.deltas[-1].finish_reason == "length"
+
+
+def test_an_admission_that_raises_says_nothing_of_the_cause(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = scripted_engine()
+
+    def admit(request: Request) -> None:
+        raise ValueError("a bug")
+
+    monkeypatch.setattr(engine, "admit", admit)
+    with running(engine) as loop:
+        refused = loop.submit([make_request("r")], Inbox()).exception(TIMEOUT)
+    assert isinstance(refused, EngineError)
+    assert str(refused) == "the engine could not admit the request; the log has the cause"
 
 
 def test_sv_04_an_engine_that_cannot_step_any_more_is_given_up() -> None:

@@ -53,6 +53,14 @@ def test_defaults(started: dict[str, Any]) -> None:
     assert started["engine_config"] == EngineConfig()
 
 
+def test_the_http_parser_is_the_same_wherever_it_runs() -> None:
+    async def app(scope: Any, receive: Any, send: Any) -> None: ...
+
+    config = serving._uvicorn_config(app)
+    config.load()
+    assert config.http_protocol_class.__name__ == "H11Protocol"
+
+
 def test_every_option_arrives(started: dict[str, Any]) -> None:
     options = """
         --api-key k1 --api-key k2 --served-model-name a --served-model-name b

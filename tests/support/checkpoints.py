@@ -81,11 +81,15 @@ def tiny_checkpoint(
 
     `FAMILIES` has the settings that make a family's own features matter at this size.
     """
+    return _write(tiny_model(family, seed=seed, **config_overrides).to(dtype), path, max_shard_size)
+
+
+def tiny_model(family: str, *, seed: int = 0, **config_overrides: Any) -> PreTrainedModel:
+    """The model of `tiny_checkpoint`, in float32 and in eval mode."""
     options = _COMMON | FAMILIES.get(family, {}) | config_overrides
-    config = AutoConfig.for_model(family, **options)
-    model = AutoModelForCausalLM.from_config(config)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **options))
     _randomise(model, seed)
-    return _write(model.to(dtype), path, max_shard_size)
+    return model.eval()
 
 
 def equalise_norms(path: Path) -> None:

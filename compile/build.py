@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import platform
 import re
 import shlex
@@ -60,7 +61,7 @@ class BuildRequest:
     """What a user asks `pelton build` for; None lets `resolve` choose."""
 
     model: str
-    output: Path
+    output: Path | None = None
     target: str = "cpu"
     dtype: str = "auto"
     max_model_len: int | None = None
@@ -75,6 +76,7 @@ class BuildPlan:
     """A build, resolved: everything that decides what the bundle will be."""
 
     request: BuildRequest
+    output: Path
     checkpoint: Checkpoint
     dtype: str
     limits: Limits
@@ -86,10 +88,12 @@ class BuildPlan:
 
     @property
     def command(self) -> str:
-        """The command that builds this bundle again, every choice spelled out."""
+        """The command that builds this bundle again, in any directory and with every choice spelled out.
+
+        It has no output, as in the manifest: see `build_command_into`.
+        """
         limits = self.limits
         options = {
-            "-o": self.request.output,
             "--target": self.request.target,
             "--dtype": self.dtype,
             "--max-model-len": limits.max_model_len,
@@ -99,7 +103,7 @@ class BuildPlan:
             "--kv-cache-memory": limits.kv_cache_bytes,
         }
         words = [word for option in options.items() for word in map(str, option)]
-        return shlex.join(["pelton", "build", self.request.model, *words])
+        return shlex.join(["pelton", "build", _absolute(self.request.model), *words])
 
 
 def resolve(request: BuildRequest) -> BuildPlan:
@@ -109,7 +113,8 @@ def resolve(request: BuildRequest) -> BuildPlan:
     """
     if request.target not in TARGETS:
         raise BuildError(f"target: {request.target!r} is unknown; choose one of {', '.join(TARGETS)}")
-    check_replaceable(request.output)
+    if request.output is not None:  # before the checkpoint is read, which may take a while
+        check_replaceable(request.output)
     checkpoint = open_checkpoint(request.model)
     config: Any = checkpoint.config
     dtype = request.dtype
@@ -122,6 +127,8 @@ def resolve(request: BuildRequest) -> BuildPlan:
             )
     if dtype not in DTYPES:
         raise BuildError(f"dtype: {dtype!r} is unknown; choose one of {', '.join(DTYPES)}")
+    output = request.output or default_output(request.model, dtype)
+    check_replaceable(output)
     facts = _facts(checkpoint)
     trained = facts.max_position_embeddings
     max_model_len = request.max_model_len or min(trained, DEFAULT_MAX_MODEL_LEN)
@@ -160,12 +167,20 @@ def resolve(request: BuildRequest) -> BuildPlan:
         versions=versions,
         options={"cpu_flags": list(_needs().cpu_flags), "sources": _source_hash()},
     )
-    return BuildPlan(request, checkpoint, dtype, limits, facts, memory, versions, key, tuple(warnings))
+    return BuildPlan(
+        request, output, checkpoint, dtype, limits, facts, memory, versions, key, tuple(warnings)
+    )
+
+
+def default_output(model: str, dtype: str) -> Path:
+    """artifacts/NAME-DTYPE, where NAME is the last part of a hub id or of a path, also of `.` and `..`."""
+    name = Path(os.path.abspath(model)).name.removesuffix(".gguf")
+    return Path("artifacts") / f"{name}-{dtype}"
 
 
 def build(plan: BuildPlan, progress: Progress, *, force: bool = False) -> tuple[Manifest, bool]:
     """Make the bundle, or find it unchanged (True). It appears whole or not at all. Raises `BuildError`."""
-    output = plan.request.output
+    output = plan.output
     if not force and (unchanged := find_unchanged(output, plan.content_key)) is not None:
         return unchanged, True
     with staged_bundle(output) as staging:
@@ -224,6 +239,12 @@ def _build_into(staging: Path, plan: BuildPlan, progress: Progress) -> Manifest:
         build_command=plan.command,
         files={},
     )
+
+
+def _absolute(model: str) -> str:
+    """The path of a local model from the root, a hub id as it is."""
+    path = Path(model).expanduser()
+    return os.path.abspath(path) if path.exists() else model
 
 
 def _engine_step(directory: Path, trace: Trace) -> StepFunction:

@@ -14,6 +14,7 @@ import json
 import os
 import platform
 import secrets
+import shlex
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -122,7 +123,7 @@ class Manifest:
 
     `engine` is the target's own: how its executor finds and feeds the engine (files, page layout, cache
     dtype). `quality` holds the results of the build's checks. `files` are the paths inside the bundle,
-    `/`-separated, without the manifest itself.
+    `/`-separated, without the manifest itself. `build_command` has no output: a bundle may be moved and copied.
     """
 
     format_version: int
@@ -145,8 +146,12 @@ class Manifest:
         return json.dumps(dataclasses.asdict(self), indent=2, sort_keys=True, allow_nan=False) + "\n"
 
     @classmethod
-    def from_json(cls, text: str, where: str = MANIFEST_NAME) -> Manifest:
-        """Parse strictly: unknown, missing or mistyped fields raise `BundleError` naming them."""
+    def from_json(cls, text: str, directory: Path | None = None) -> Manifest:
+        """Parse strictly: unknown, missing or mistyped fields raise `BundleError` naming them.
+
+        `directory` is the bundle that the text comes from, for what the errors say.
+        """
+        where = MANIFEST_NAME if directory is None else str(directory / MANIFEST_NAME)
         try:
             facts = json.loads(text)
         except ValueError as error:
@@ -156,7 +161,7 @@ class Manifest:
             command = facts.get("build_command") if isinstance(facts, dict) else None
             raise BundleError(
                 f"{where}: built with bundle format {version!r}, this Pelton reads format {FORMAT_VERSION}; "
-                f"{_rebuild(command)}"
+                f"{_rebuild(command, directory)}"
             )
         try:
             manifest = _ADAPTER.validate_json(text)
@@ -164,10 +169,12 @@ class Manifest:
             fault = error.errors()[0]
             field = ".".join(str(part) for part in fault["loc"])
             raise BundleError(
-                f"{where}: {field}: {fault['msg']}; {_rebuild(facts.get('build_command'))}"
+                f"{where}: {field}: {fault['msg']}; {_rebuild(facts.get('build_command'), directory)}"
             ) from error
         except BuildError as error:
-            raise BundleError(f"{where}: limits.{error}; {_rebuild(facts.get('build_command'))}") from error
+            raise BundleError(
+                f"{where}: limits.{error}; {_rebuild(facts.get('build_command'), directory)}"
+            ) from error
         for name in manifest.files:
             parts = PurePosixPath(name).parts
             if not parts or name.startswith("/") or ".." in parts or "\\" in name:
@@ -244,7 +251,7 @@ def read_manifest(path: Path) -> Manifest:
         raise BundleError(f"{path}: not a bundle (no {MANIFEST_NAME})") from error
     except (OSError, UnicodeDecodeError) as error:
         raise BundleError(f"{file}: cannot be read ({error}); {_REBUILD}") from error
-    return Manifest.from_json(text, str(file))
+    return Manifest.from_json(text, path)
 
 
 def check_bundle(manifest: Manifest, path: Path, host: HostFacts, *, verify: bool = False) -> None:
@@ -266,7 +273,7 @@ def check_bundle(manifest: Manifest, path: Path, host: HostFacts, *, verify: boo
     if built:
         raise BundleError(
             f"{path}: built with/for {' and '.join(built)}, found {' and '.join(found)}; "
-            f"{_rebuild(manifest.build_command)}"
+            f"{_rebuild(manifest.build_command, path)}"
         )
     _check_files(manifest, path, verify)
 
@@ -313,16 +320,16 @@ def _check_files(manifest: Manifest, path: Path, verify: bool) -> None:
     for name, record in manifest.files.items():
         file = path / name
         if not file.is_file():
-            raise BundleError(f"{path}: {name} is missing; {_rebuild(manifest.build_command)}")
+            raise BundleError(f"{path}: {name} is missing; {_rebuild(manifest.build_command, path)}")
         size = file.stat().st_size
         if size != record.size:
             raise BundleError(
                 f"{path}: {name} has {size} bytes instead of {record.size}; "
-                f"{_rebuild(manifest.build_command)}"
+                f"{_rebuild(manifest.build_command, path)}"
             )
         if verify and _digest(file) != record.sha256:
             raise BundleError(
-                f"{path}: {name} was changed (sha256 differs); {_rebuild(manifest.build_command)}"
+                f"{path}: {name} was changed (sha256 differs); {_rebuild(manifest.build_command, path)}"
             )
 
 
@@ -402,8 +409,15 @@ def _digest(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _rebuild(command: object) -> str:
-    return f"rebuild with: {command}" if isinstance(command, str) and command else _REBUILD
+def _rebuild(command: object, directory: Path | None) -> str:
+    if not isinstance(command, str) or not command:
+        return _REBUILD
+    return f"rebuild with: {command if directory is None else build_command_into(command, directory)}"
+
+
+def build_command_into(command: str, directory: Path) -> str:
+    """A manifest's `build_command`, as a command that builds into `directory`."""
+    return f"{command} -o {shlex.quote(str(directory))}"
 
 
 def _cpu_flags() -> frozenset[str]:

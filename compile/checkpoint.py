@@ -31,6 +31,7 @@ from transformers import __version__ as transformers_version
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from ..errors import BuildError
+from ..interrupts import held_interrupts
 from .gguf import GgufFile, write_config
 from .model_loading import empty_model, load_tensors, match_tensors, tied_pairs
 from .weights import Weights, find_safetensors, most_common_dtype
@@ -205,7 +206,8 @@ def _read_config(path: Path) -> PreTrainedConfig:
             f"{file}: transformers {transformers_version} has no model type {model_type!r}{remote}"
         )
     try:
-        config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+        with held_interrupts():  # transformers imports the family's code now
+            config = AutoConfig.from_pretrained(path, trust_remote_code=False)
     except (StrictDataclassError, ValueError, TypeError, KeyError, AttributeError, OSError) as error:
         raise BuildError(f"{file}: not a valid {model_type} config: {_one_line(error)}") from error
     _check_supported(file, config, facts.get("architectures") or [])
@@ -238,7 +240,8 @@ def _check_supported(file: Path, config: PreTrainedConfig, architectures: list[s
 
 def _load_tokenizer(path: Path) -> Any:
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+        with held_interrupts():  # transformers imports the tokenizer's code now
+            tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     except (ValueError, OSError, ImportError, KeyError, TypeError, AttributeError) as error:
         raise BuildError(f"{path}: the tokenizer cannot be loaded: {_one_line(error)}") from error
     if getattr(tokenizer, "backend_tokenizer", None) is None:

@@ -36,6 +36,7 @@ from transformers.integrations.gguf.gguf_tokenizer_mapping import (
 from transformers.integrations.gguf.reader import GgufHeader, read_gguf_metadata
 
 from ..errors import BuildError
+from ..interrupts import held_interrupts
 from .weights import TensorInfo, name_some
 
 _ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
@@ -174,7 +175,8 @@ class GgufFile:
         }
         if self.architecture != "qwen2":  # there the biases of q, k and v are part of the architecture
             options["attention_bias"] = biased
-        return AutoConfig.for_model(self.architecture, **options)
+        with held_interrupts():  # transformers imports the family's code now
+            return AutoConfig.for_model(self.architecture, **options)
 
     def generation_config(self) -> GenerationConfig:
         """The token ids that start, end and pad; every end-of-turn token of the file counts as an end."""

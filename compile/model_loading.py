@@ -21,6 +21,7 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, ren
 from transformers.utils import logging as transformers_logging
 
 from ..errors import BuildError
+from ..interrupts import held_interrupts
 from .weights import TensorInfo, name_some
 
 # Tables that older checkpoints store although the model computes them.
@@ -31,8 +32,10 @@ _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 def empty_model(config: PreTrainedConfig) -> PreTrainedModel:
     """The causal LM of `config` on the meta device: module tree, names and shapes, no memory."""
+    with held_interrupts():  # transformers imports the family's code now
+        model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     with torch.device("meta"):
-        return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]._from_config(config)
+        return model_class._from_config(config)
 
 
 def match_tensors(model: PreTrainedModel, infos: Mapping[str, TensorInfo], source: str) -> dict[str, str]:

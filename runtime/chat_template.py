@@ -59,8 +59,8 @@ class ChatTemplate:
         """Checked copies of `messages` in the form that the template reads.
 
         Keys that are None are left out. Where the template wants strings, a list of text parts is joined by
-        newlines; where it wants lists of parts, a string becomes one. Raises
-        `RequestError(field="messages")`.
+        newlines; where it wants lists of parts, a string becomes one. A message needs a role and, unless it
+        calls tools, a content. Raises `RequestError` naming the field, such as `messages[0].content`.
         """
         if not messages:
             raise _bad("messages: the conversation is empty; send at least one message")
@@ -151,17 +151,22 @@ class ChatTemplate:
         return shows("PROBE"), shows([{"type": "text", "text": "PROBE"}])
 
     def _prepare_message(self, message: Mapping[str, Any], index: int) -> Message:
+        field = f"messages[{index}]"
         if not isinstance(message, Mapping):
-            raise _bad(f"messages[{index}] must be an object with a role and a content")
+            raise RequestError(f"{field} must be an object with a role and a content", field=field)
         prepared = {key: value for key, value in message.items() if value is not None}
         if not isinstance(prepared.get("role"), str):
-            raise _bad(f"messages[{index}].role must be a string")
+            raise RequestError(f"{field}.role must be a string", field=f"{field}.role")
         content = prepared.get("content")
+        if content is None and not prepared.get("tool_calls"):
+            raise RequestError(
+                f"{field}.content is required", field=f"{field}.content", code="missing_required_parameter"
+            )
         if isinstance(content, str):
             if self._reads_parts and not self._reads_text:
                 prepared["content"] = [{"type": "text", "text": content}]
         elif content is not None:
-            parts = _text_parts(content, index)
+            parts = _text_parts(content, f"{field}.content")
             prepared["content"] = parts if self._reads_parts else "\n".join(part["text"] for part in parts)
         return prepared
 
@@ -224,14 +229,14 @@ def _alias_reasoning(message: Message) -> Message:
     return {"thinking": reasoning, **message, "reasoning_content": reasoning}
 
 
-def _text_parts(content: object, index: int) -> list[dict[str, Any]]:
+def _text_parts(content: object, field: str) -> list[dict[str, Any]]:
     if not isinstance(content, list):
-        raise _bad(f"messages[{index}].content must be a string or a list of text parts")
+        raise RequestError(f"{field} must be a string or a list of text parts", field=field)
     for number, part in enumerate(content):
         if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            raise _bad(
-                f'messages[{index}].content[{number}] must be {{"type": "text", "text": ...}}; '
-                "other parts are not supported"
+            raise RequestError(
+                f'{field}[{number}] must be {{"type": "text", "text": ...}}; other parts are not supported',
+                field=f"{field}[{number}]",
             )
     return [dict(part) for part in content]
 

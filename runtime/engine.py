@@ -31,7 +31,7 @@ class EngineConfig:
     """What may be switched when a built engine is loaded; None takes the engine's own limit.
 
     `kv_cache_bytes` sizes the KV pages of this process. `check_invariants` verifies the bookkeeping after every
-    step (tests); when idle it is always verified. Raises `ConfigError` naming a field that is not at least 1.
+    step (tests); when idle it is always verified. Raises `ConfigError` naming a field of a wrong type or below 1.
     """
 
     enable_prefix_caching: bool = True
@@ -43,6 +43,9 @@ class EngineConfig:
     check_invariants: bool = False
 
     def __post_init__(self) -> None:
+        for name in ("enable_prefix_caching", "check_invariants"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name} must be True or False, got {getattr(self, name)!r}")
         for name in (
             "max_batch_size",
             "max_step_tokens",
@@ -54,8 +57,9 @@ class EngineConfig:
             if value is None:
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                unit = " (bytes)" if name == "kv_cache_bytes" else ""
                 raise ConfigError(
-                    f"{name} must be an integer of at least 1, got {value!r}; leave it out for the engine's own"
+                    f"{name} must be an integer of at least 1{unit}, got {value!r}; leave it out for the engine's own"
                 )
 
 

@@ -29,7 +29,7 @@ from .protocol_prompt import (
     read_messages,
     read_prompts,
 )
-from .request import MAX_NUM_LOGPROBS, Request, SamplingParams
+from .request import MAX_NUM_LOGPROBS, Request, SamplingParams, check_context
 
 if TYPE_CHECKING:
     from .executor import ExecutorLimits
@@ -313,18 +313,12 @@ def _request(
     limit_field: str | None,
 ) -> Request:
     """Check the prompt's length against the context. A limit that no field asked for (None) gives way."""
-    room = context.limits.max_model_len - len(token_ids)
-    prompt = f"{field} ({len(token_ids)} tokens)"
     if not token_ids:
         raise RequestError(f"{field} is empty: no token to start from", field=field, code="empty_prompt")
-    if room < 0 or (room == 0 and params.max_tokens != 0):
-        raise _too_long(prompt, context, field)
-    if params.max_tokens is not None and params.max_tokens > room:
-        if limit_field is not None:
-            raise _too_long(f"{prompt} and {limit_field} ({params.max_tokens})", context, limit_field)
-        params = replace(params, max_tokens=room)
-    if params.min_tokens > room:
-        raise _too_long(f"{prompt} and min_tokens ({params.min_tokens})", context, "min_tokens")
+    max_model_len = context.limits.max_model_len
+    check_context(len(token_ids), params, max_model_len, prompt_field=field, limit_field=limit_field)
+    if limit_field is None and params.max_tokens is not None:
+        params = replace(params, max_tokens=min(params.max_tokens, max_model_len - len(token_ids)))
     return Request(
         request_id=request_id,
         prompt_token_ids=tuple(token_ids),
@@ -364,15 +358,12 @@ def _check_size(what: str, count: int, limit: int, field: str) -> None:
 
 def _check_num_chars(num_chars: int, context: ApiContext, field: str) -> None:
     if num_chars > context.max_prompt_chars:
-        raise _too_long(f"{field} ({num_chars} characters)", context, field)
-
-
-def _too_long(what: str, context: ApiContext, field: str) -> RequestError:
-    return RequestError(
-        f"{what}: more than the context of {context.limits.max_model_len} tokens holds",
-        field=field,
-        code="context_length_exceeded",
-    )
+        raise RequestError(
+            f"{field} ({num_chars} characters): more than the context of {context.limits.max_model_len} "
+            f"tokens holds",
+            field=field,
+            code="context_length_exceeded",
+        )
 
 
 def _decode(request: Request, context: ApiContext) -> str:

@@ -47,6 +47,18 @@ _NOT_SUPPORTED = frozenset(
 Int = Annotated[int, Field(ge=-(2**63), le=2**64 - 1)]
 
 
+_TYPE_REASONS = {
+    "bool_type": "must be true or false",
+    "dict_type": "must be an object",
+    "float_type": "must be a number",
+    "int_type": "must be an integer",
+    "list_type": "must be a list",
+    "model_type": "must be an object",
+    "string_type": "must be a string",
+}
+"""What pydantic's errors of a wrong type say in the words of JSON."""
+
+
 class StreamOptions(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -108,9 +120,7 @@ class CompletionBody(Body):
 class ChatBody(Body):
     """`POST /v1/chat/completions`."""
 
-    messages: Annotated[
-        list[dict[str, Any]], Field(min_length=1, max_length=MAX_NUM_MESSAGES, fail_fast=True)
-    ]
+    messages: Annotated[list[dict[str, Any]], Field(max_length=MAX_NUM_MESSAGES, fail_fast=True)]
     max_completion_tokens: Int | None = None
     logprobs: bool = False
     top_logprobs: Int | None = None
@@ -133,13 +143,20 @@ def read_body(kind: type[AnyBody], members: Mapping[str, object]) -> AnyBody:
     try:
         return kind.model_validate(present)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_context=False)[0]
+        first = error.errors(include_url=False)[0]
     field = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"]).lstrip(".")
     if first["type"] == "missing":
         raise RequestError(f"{field} is required", field=field, code="missing_required_parameter")
-    # Pydantic's messages read "Input should be ...", "List should have ...".
+    kind_of_error = first["type"]
+    if kind_of_error == "extra_forbidden":
+        raise _refusal(field)
+    if kind_of_error in _TYPE_REASONS:
+        raise RequestError(f"{field} {_TYPE_REASONS[kind_of_error]}", field=field, code="invalid_type")
+    if kind_of_error == "too_long":
+        raise RequestError(f"{field}: at most {first['ctx']['max_length']} items", field=field)
+    # Pydantic's messages read "Input should be ...".
     reason = first["msg"][:1].lower() + first["msg"][1:]
-    raise RequestError(f"{field}: {reason}", field=field, code="invalid_type")
+    raise RequestError(f"{field}: {reason}", field=field)
 
 
 def _refusal(name: str) -> RequestError:

@@ -85,6 +85,13 @@ def read_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]
     return [_read_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
 
 
+def check_role(message: Mapping[str, Any], field: str) -> None:
+    """Raise `RequestError` unless `message`, named `field`, has a role that chats know."""
+    role = message.get("role")
+    if not isinstance(role, str) or role not in _ROLES:
+        raise RequestError(f"{field}.role must be one of {', '.join(sorted(_ROLES))}", field=f"{field}.role")
+
+
 def num_message_chars(messages: Sequence[Mapping[str, Any]]) -> int:
     """Characters of all texts in `messages`, whether valid or not."""
     return sum(_num_chars(value) for message in messages for value in message.values())
@@ -105,12 +112,7 @@ def _read_message(message: Mapping[str, Any], field: str) -> dict[str, Any]:
             raise RequestError(f"{shown} is not supported", field=shown, code="unsupported_parameter")
         if name != "content" and not isinstance(value, str):
             raise RequestError(f"{shown} must be a string", field=shown)
-    if present.get("role") not in _ROLES:
-        raise RequestError(f"{field}.role must be one of {', '.join(sorted(_ROLES))}", field=f"{field}.role")
-    if "content" not in present:
-        raise RequestError(
-            f"{field}.content is required", field=f"{field}.content", code="missing_required_parameter"
-        )
+    check_role(present, field)
     return present
 
 

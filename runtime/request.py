@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
@@ -19,9 +19,10 @@ class SamplingParams:
     """How to choose tokens and when to stop; names and defaults as vLLM users know them.
 
     `temperature` 0 is greedy. `top_k` 0 or -1 is off; a value above the vocabulary means the whole
-    vocabulary. `max_tokens` None means up to the context limit. `logprobs` / `prompt_logprobs` k return the
-    chosen token's log-probability and the k most likely ones. `seed` makes a request's tokens a function of
-    the request alone. Raises `RequestError` naming the field.
+    vocabulary. `max_tokens` None means as many as fit; a number that does not fit beside the prompt is refused
+    when the request is admitted. `logprobs` / `prompt_logprobs` k return the chosen token's log-probability and
+    the k most likely ones. `seed` makes a request's tokens a function of the request alone. Raises `RequestError`
+    naming the field.
     """
 
     n: int = 1
@@ -45,11 +46,21 @@ class SamplingParams:
     skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
-        if isinstance(self.stop, str):
-            object.__setattr__(self, "stop", (self.stop,))
-        object.__setattr__(self, "stop", tuple(self.stop or ()))
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
-        object.__setattr__(self, "logit_bias", MappingProxyType(dict(self.logit_bias or {})))
+        stop = (self.stop,) if isinstance(self.stop, str) else self.stop
+        object.__setattr__(self, "stop", _tuple("stop", stop, "a string or a list of strings"))
+        ids = _tuple("stop_token_ids", self.stop_token_ids, "a list of token ids")
+        object.__setattr__(self, "stop_token_ids", ids)
+        bias = {} if self.logit_bias is None else self.logit_bias
+        if not isinstance(bias, Mapping):
+            raise RequestError(
+                f"logit_bias must map token ids to numbers, got {_shown(bias)}", field="logit_bias"
+            )
+        object.__setattr__(self, "logit_bias", MappingProxyType(dict(bias)))
+        for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"):
+            if not isinstance(getattr(self, name), bool):
+                raise RequestError(
+                    f"{name} must be True or False, got {_shown(getattr(self, name))}", field=name
+                )
         _check_counts(self)
         _check_reals(self)
         _check_stops(self)
@@ -67,7 +78,8 @@ def _check_counts(p: SamplingParams) -> None:
         _require_int("max_tokens", p.max_tokens, 0, None)
         if p.min_tokens > p.max_tokens:
             raise RequestError(
-                f"min_tokens ({p.min_tokens}) is above max_tokens ({p.max_tokens})", field="min_tokens"
+                f"min_tokens ({_shown(p.min_tokens)}) is above max_tokens ({_shown(p.max_tokens)})",
+                field="min_tokens",
             )
     for name in ("logprobs", "prompt_logprobs"):
         value = getattr(p, name)
@@ -86,8 +98,8 @@ def _check_reals(p: SamplingParams) -> None:
     _require_real("frequency_penalty", p.frequency_penalty, -2.0, 2.0)
     for token_id, bias in p.logit_bias.items():
         if isinstance(token_id, bool) or not isinstance(token_id, int) or token_id < 0:
-            raise RequestError(f"logit_bias: {token_id!r} is not a token id", field="logit_bias")
-        _require_real("logit_bias", bias, -100.0, 100.0)
+            raise RequestError(f"logit_bias: {_shown(token_id)} is not a token id", field="logit_bias")
+        _require_real("logit_bias", bias, -100.0, 100.0, label=f"logit_bias[{_shown(token_id)}]")
 
 
 def _check_stops(p: SamplingParams) -> None:
@@ -100,26 +112,44 @@ def _check_stops(p: SamplingParams) -> None:
             )
     for t in p.stop_token_ids:
         if isinstance(t, bool) or not isinstance(t, int) or t < 0:
-            raise RequestError(f"stop_token_ids: {t!r} is not a token id", field="stop_token_ids")
+            raise RequestError(f"stop_token_ids: {_shown(t)} is not a token id", field="stop_token_ids")
 
 
 def _require_int(name: str, value: object, low: int, high: int | None) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
-        raise RequestError(f"{name} must be an integer, got {value!r}", field=name)
+        raise RequestError(f"{name} must be an integer, got {_shown(value)}", field=name)
     if value < low or (high is not None and value > high):
         bounds = f"at least {low}" if high is None else f"between {low} and {high}"
-        raise RequestError(f"{name} must be {bounds}, got {value}", field=name)
+        raise RequestError(f"{name} must be {bounds}, got {_shown(value)}", field=name)
 
 
-def _require_real(name: str, value: object, low: float, high: float, *, open_low: bool = False) -> None:
+def _require_real(
+    name: str, value: object, low: float, high: float, *, open_low: bool = False, label: str | None = None
+) -> None:
+    label = label or name
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise RequestError(f"{name} must be a number, got {value!r}", field=name)
+        raise RequestError(f"{label} must be a number, got {_shown(value)}", field=name)
     # Also refuses NaN, and integers that are too large for a float.
     if not low <= value <= high or (open_low and value == low):
         raise RequestError(
-            f"{name} must be {'above' if open_low else 'from'} {low:g} up to {high:g}, got {value!r:.32}",
+            f"{label} must be {'above' if open_low else 'from'} {low:g} up to {high:g}, got {_shown(value)}",
             field=name,
         )
+
+
+def _tuple(name: str, value: Iterable[object] | None, expected: str) -> tuple[object, ...]:
+    if value is None:
+        return ()
+    if not isinstance(value, Iterable):
+        raise RequestError(f"{name} must be {expected}, got {_shown(value)}", field=name)
+    return tuple(value)
+
+
+def _shown(value: object) -> str:
+    try:
+        return repr(value)[:64]
+    except ValueError:  # Python writes no integer of more than some thousand digits
+        return "one of very many digits"
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,3 +170,35 @@ class Request:
     @property
     def num_prompt_tokens(self) -> int:
         return len(self.prompt_token_ids)
+
+
+def check_context(
+    num_prompt_tokens: int,
+    params: SamplingParams,
+    max_model_len: int,
+    *,
+    prompt_field: str = "prompt",
+    limit_field: str | None = "max_tokens",
+) -> None:
+    """Raise `RequestError` (`context_length_exceeded`) unless prompt and output fit `max_model_len` tokens.
+
+    An output needs one token, and as many as `max_tokens` and `min_tokens` ask for; nothing is cut to fit.
+    The error names the field at fault as the user wrote it; without `limit_field` nobody asked for `max_tokens`,
+    and it is not looked at.
+    """
+    room = max_model_len - num_prompt_tokens
+    holds = f"more than the context of {max_model_len} tokens holds"
+    prompt = f"{prompt_field} ({num_prompt_tokens} tokens)"
+    if room < 0:
+        raise _too_long(f"{prompt}: {holds}", prompt_field)
+    if room == 0 and params.max_tokens != 0:
+        raise _too_long(f"{prompt}, and a token of output: {holds}", prompt_field)
+    for name, wanted in ((limit_field, params.max_tokens), ("min_tokens", params.min_tokens)):
+        if name is not None and wanted is not None and wanted > room:
+            raise _too_long(
+                f"{prompt} and {name} ({_shown(wanted)}): {holds}; {name} can be {room} at most", name
+            )
+
+
+def _too_long(message: str, field: str) -> RequestError:
+    return RequestError(message, field=field, code="context_length_exceeded")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..errors import ConfigError, RequestError
-from .request import Request
+from .request import Request, check_context
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,31 +64,24 @@ class SchedulerConfig:
 
     def check_admissible(self, request: Request) -> None:
         """Raise `RequestError` if `request` could never run to its end, even alone."""
-        num_prompt_tokens, max_tokens = request.num_prompt_tokens, request.params.max_tokens
+        num_prompt_tokens, params = request.num_prompt_tokens, request.params
         if not num_prompt_tokens:
             raise RequestError("the prompt is empty: at least one token is needed", field="prompt")
-        min_output = 0 if max_tokens == 0 else 1
-        if num_prompt_tokens + min_output > self.max_model_len:
-            raise RequestError(
-                f"the prompt has {num_prompt_tokens} tokens, but the context holds {self.max_model_len}, "
-                f"output included: shorten the prompt",
-                field="prompt",
-                code="context_length_exceeded",
-            )
+        check_context(num_prompt_tokens, params, self.max_model_len)
         if num_prompt_tokens > self.pool_tokens:
             raise RequestError(
                 f"the prompt has {num_prompt_tokens} tokens, but the whole KV cache {self.pool_tokens}: "
-                f"shorten the prompt or start the engine with more blocks",
+                f"shorten the prompt, or give the engine a larger KV cache (--kv-cache-memory)",
                 field="prompt",
                 code="kv_cache_exceeded",
             )
-        if max_tokens is None:
-            return
-        if min(num_prompt_tokens + max_tokens, self.max_model_len) > self.pool_tokens + 1:
-            raise RequestError(
-                f"prompt ({num_prompt_tokens} tokens) and max_tokens ({max_tokens}) outgrow the whole KV "
-                f"cache ({self.pool_tokens} tokens): with this prompt max_tokens can be "
-                f"{self.pool_tokens + 1 - num_prompt_tokens} at most",
-                field="max_tokens",
-                code="kv_cache_exceeded",
-            )
+        room = self.pool_tokens + 1 - num_prompt_tokens
+        for field, wanted in (("max_tokens", params.max_tokens), ("min_tokens", params.min_tokens)):
+            if wanted is not None and wanted > room:
+                raise RequestError(
+                    f"prompt ({num_prompt_tokens} tokens) and {field} ({wanted}) outgrow the whole KV cache "
+                    f"({self.pool_tokens} tokens): with this prompt {field} can be {room} at most, or give the "
+                    f"engine a larger KV cache (--kv-cache-memory)",
+                    field=field,
+                    code="kv_cache_exceeded",
+                )

@@ -16,11 +16,13 @@ import click
 
 from ..compile.bundle import read_manifest
 from ..errors import PeltonError
+from ..interrupts import held_interrupts, ignore_interrupts
 from ..runtime.batch.job import BatchJob, JobOptions
 from ..runtime.batch.progress import JobSummary
 from ..runtime.engine import Engine
 from .batch_progress import Display, make_display
 from .engine_options import engine_config, engine_options
+from .option_types import NonEmptyText
 
 EXIT_HAS_ERRORS = 1
 EXIT_FAILED = 2
@@ -61,6 +63,7 @@ Exit status  0    all lines answered
     "--served-model-name",
     "model_names",
     multiple=True,
+    type=NonEmptyText(),
     help="Name that lines give as `model`; repeat for several.  [default: the bundle's name]",
 )
 @click.option("--seed", default=0, show_default=True, help="Base of the seeds of requests that set none.")
@@ -101,7 +104,8 @@ def command(
     )
 
     def load() -> Engine:
-        from ..runtime.load import load_engine  # with torch, only once the job is known to have work
+        with held_interrupts():
+            from ..runtime.load import load_engine  # only once the job is known to have work
 
         return load_engine(engine, config=engine_config(**engine_settings))
 
@@ -109,6 +113,7 @@ def command(
         with closing(make_display(sys.stderr)) as display:
             status = _answer(input_path, output_path, options, load, display)
     except KeyboardInterrupt:
+        ignore_interrupts()
         click.echo(f"stopped. {_GO_ON}", err=True)
         status = 128 + signal.SIGINT
     except (PeltonError, BrokenPipeError):
@@ -139,6 +144,7 @@ def _answer(
     display.close()
     if summary.is_complete or stop.number is None:
         return _report(summary, output_path)
+    ignore_interrupts()
     click.echo(
         f"stopped by {signal.Signals(stop.number).name}: {summary.progress.num_done} of "
         f"{summary.progress.num_requests} lines are done. {_GO_ON}",
@@ -162,7 +168,10 @@ def _report(summary: JobSummary, output_path: Path) -> int:
 
 
 class _StopSignals:
-    """Within the block the first SIGINT or SIGTERM is only noted; a second one acts as it does outside."""
+    """Within the block the first SIGINT or SIGTERM is only noted; a second one acts as it does outside.
+
+    One that is ignored, as a shell lets its background jobs ignore SIGINT, stays ignored.
+    """
 
     def __init__(self) -> None:
         self.number: int | None = None
@@ -170,7 +179,8 @@ class _StopSignals:
 
     def __enter__(self) -> _StopSignals:
         for number in (signal.SIGINT, signal.SIGTERM):
-            self._previous[number] = signal.signal(number, self._note)
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                self._previous[number] = signal.signal(number, self._note)
         return self
 
     def __exit__(self, *_: object) -> None:

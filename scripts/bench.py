@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+from ..interrupts import held_interrupts
 from .engine_options import engine_config, engine_options
 
 
@@ -58,7 +59,8 @@ def command(
     tokens, 32 requests that share 400 prompt tokens, and the time from starting `pelton serve` to its first token.
     Times are wall-clock; run it on a quiet machine.
     """
-    from .bench_work import BenchConfig, measure
+    with held_interrupts():
+        from .bench_work import BenchConfig, measure
 
     config = BenchConfig(
         repeats=repeats,

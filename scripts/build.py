@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import click
 
+from ..interrupts import held_interrupts
 from .sizes import MEMORY
 
 
@@ -74,13 +74,14 @@ def command(
     The exported graph and then the compiled engine are checked against the original model; a build that does not
     reproduce it fails. An unchanged build is found and not redone.
     """
-    from ..compile.build import BuildRequest, build, resolve
-    from ..compile.progress import Progress, format_bytes
+    with held_interrupts():
+        from ..compile.build import BuildRequest, build, resolve
+        from ..compile.progress import Progress, format_bytes
 
     progress = Progress()
     request = BuildRequest(
         model=model,
-        output=output or _default_output(model, dtype),
+        output=output,
         target=target,
         dtype=dtype,
         max_model_len=max_model_len,
@@ -103,20 +104,15 @@ def command(
     )
     manifest, is_unchanged = build(plan, progress, force=force)
     if is_unchanged:
-        click.echo(f"{request.output}: unchanged (content key {manifest.content_key[:12]}), nothing to do")
+        click.echo(f"{plan.output}: unchanged (content key {manifest.content_key[:12]}), nothing to do")
         return
     progress.summary()
-    click.echo(str(request.output))
-
-
-def _default_output(model: str, dtype: str) -> Path:
-    """artifacts/NAME-DTYPE, where NAME is the last part of a hub id or of a path, also of `.` and `..`."""
-    name = Path(os.path.abspath(model)).name.removesuffix(".gguf")
-    return Path("artifacts") / f"{name}-{dtype}"
+    click.echo(str(plan.output))
 
 
 def _show_plan(plan: object) -> None:
     from ..compile.build import BuildPlan
+    from ..compile.bundle import build_command_into
     from ..compile.progress import format_bytes
 
     assert isinstance(plan, BuildPlan)
@@ -124,7 +120,7 @@ def _show_plan(plan: object) -> None:
     tokens = memory.num_blocks * limits.block_size
     rows = [
         ("model", f"{facts.source} ({facts.model_type}, {facts.num_parameters / 1e6:.0f} M parameters)"),
-        ("output", str(plan.request.output)),
+        ("output", str(plan.output)),
         ("target", f"{plan.request.target}, {plan.dtype}"),
         ("max_model_len", f"{limits.max_model_len} tokens of prompt and output"),
         ("max_batch_size", f"{limits.max_batch_size} sequences in a step"),
@@ -138,7 +134,7 @@ def _show_plan(plan: object) -> None:
         ("activations", f"{format_bytes(memory.activations)} at most"),
         ("total", f"{format_bytes(memory.total)}"),
         ("content key", plan.content_key[:12]),
-        ("command", plan.command),
+        ("command", build_command_into(plan.command, plan.output)),
     ]
     for name, value in rows:
         click.echo(f"{name:<16} {value}")

@@ -11,7 +11,9 @@ import click
 
 from .. import __version__
 from ..errors import PeltonError
+from ..interrupts import held_interrupts, ignore_interrupts
 from .huge_pages import restart_with_huge_pages
+from .standard_streams import open_standard_streams
 
 _COMMANDS = {
     "build": "compile a checkpoint into a bundle",
@@ -34,7 +36,8 @@ class _Commands(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in _COMMANDS:
             return None
-        command: Any = import_module(f".{cmd_name}", __package__).command
+        with held_interrupts():
+            command: Any = import_module(f".{cmd_name}", __package__).command
         assert isinstance(command, click.Command)
         return command
 
@@ -49,6 +52,7 @@ class _Commands(click.Group):
             click.echo(f"pelton: {error}", err=True)
             sys.exit(2)
         except KeyboardInterrupt:
+            ignore_interrupts()
             click.echo("pelton: interrupted", err=True)
             sys.exit(130)
         except BrokenPipeError:
@@ -75,6 +79,7 @@ def main() -> None:
 
 def entry() -> None:
     """What the console script runs."""
+    open_standard_streams()
     if sys.argv[1:2] and sys.argv[1] in _ENGINE_COMMANDS:
         restart_with_huge_pages()
     main()

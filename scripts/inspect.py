@@ -15,7 +15,7 @@ import click
 @click.option("--verify", is_flag=True, help="Read every file and compare its sha256.")
 def command(bundle: Path, as_json: bool, verify: bool) -> None:
     """Show what BUNDLE holds. Exit code 2 if it is damaged or cannot run on this machine."""
-    from ..compile.bundle import HostFacts, check_bundle, read_manifest
+    from ..compile.bundle import HostFacts, build_command_into, check_bundle, read_manifest
 
     manifest = read_manifest(bundle)
     if as_json:
@@ -42,7 +42,7 @@ def command(bundle: Path, as_json: bool, verify: bool) -> None:
                 for proof in proofs
             ),
             ("content key", manifest.content_key),
-            ("build again", manifest.build_command),
+            ("build again", build_command_into(manifest.build_command, bundle)),
         ]
         for name, value in rows:
             click.echo(f"{name:<16} {value}")

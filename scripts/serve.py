@@ -12,7 +12,9 @@ from typing import Any
 import click
 
 from ..errors import PeltonError
+from ..interrupts import held_interrupts
 from .engine_options import engine_config, engine_options
+from .option_types import FiniteFloat, NonEmptyText
 
 _KEY_VARIABLE = "PELTON_API_KEY"
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
@@ -35,6 +37,7 @@ _LOOPBACK = ("127.0.0.1", "::1", "localhost")
     "--served-model-name",
     "model_names",
     multiple=True,
+    type=NonEmptyText(),
     help="Name that clients send as `model`; repeat for several.  [default: the bundle's name]",
 )
 @click.option(
@@ -46,14 +49,14 @@ _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 )
 @click.option(
     "--drain-seconds",
-    type=click.FloatRange(0),
+    type=FiniteFloat(0),
     default=30.0,
     show_default=True,
     help="What running requests get to end after SIGTERM.",
 )
 @click.option(
     "--hang-seconds",
-    type=click.FloatRange(1),
+    type=FiniteFloat(1),
     default=60.0,
     show_default=True,
     help="A step longer than this is a hang: clients get an error and /health is 503.",
@@ -90,9 +93,10 @@ def command(
     SIGTERM or Ctrl-C stops taking requests and lets the running ones end; a second one quits at once.
     """
     logging.basicConfig(level=log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    from ..runtime.load import load_engine
-    from ..runtime.server.gateway import GatewayConfig
-    from ..runtime.server.serving import ServerConfig, bind, run_server
+    with held_interrupts():
+        from ..runtime.load import load_engine
+        from ..runtime.server.gateway import GatewayConfig
+        from ..runtime.server.serving import ServerConfig, bind, run_server
 
     if not all(api_keys) or (_KEY_VARIABLE in os.environ and not api_keys):
         raise PeltonError(f"--api-key or {_KEY_VARIABLE} is empty: set a key, or leave both out to need none")

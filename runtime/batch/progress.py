@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+# A run's rate of lines says nothing earlier: what it refuses is done at once, what it answers takes a while.
+_MIN_RATE_S = 2.0
+
 
 @dataclass(frozen=True, slots=True)
 class JobProgress:
@@ -38,9 +41,15 @@ class JobProgress:
 
     @property
     def eta_s(self) -> float | None:
-        """Seconds to the end at this run's rate of lines; None before the first line is done."""
-        rate = self.lines_per_s
-        return (self.num_requests - self.num_done) / rate if rate > 0 else None
+        """Seconds to the end at this run's rate of lines; None while that cannot be known.
+
+        It can once the run has done as many lines as it has in flight: before, most of its time went into lines that
+        are not counted yet.
+        """
+        num_done_now = self.num_done - self.num_done_before
+        if self.elapsed_s < _MIN_RATE_S or num_done_now < max(1, self.num_in_flight):
+            return None
+        return (self.num_requests - self.num_done) / self.lines_per_s
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TypeVar
 
-from ...errors import EngineError, OverloadedError, PeltonError, RequestError
+from ...errors import ConfigError, EngineError, OverloadedError, PeltonError, RequestError
 from ..engine_loop import EngineLoop
 from ..outputs import Delta
 from ..protocol import ApiContext, Call, parse_call, parse_json
@@ -29,13 +29,22 @@ class GatewayConfig:
     """`max_waiting` choices may wait beyond those that the engine runs at once; more are refused with 503.
 
     `hang_seconds` without a step (while there is work) and the engine counts as hung. `drain_seconds` is what
-    running calls get to end after the server was told to stop.
+    running calls get to end after the server was told to stop. Raises `ConfigError`, naming the field.
     """
 
     max_waiting: int = 1024
     drain_seconds: float = 30.0
     hang_seconds: float = 60.0
     max_body_bytes: int = 8 * 2**20
+
+    def __post_init__(self) -> None:
+        # Negated, so that NaN, which no comparison holds for, is refused too.
+        for name in ("max_waiting", "drain_seconds"):
+            if not getattr(self, name) >= 0:
+                raise ConfigError(f"{name} must be a number of at least 0, got {getattr(self, name)!r}")
+        for name in ("hang_seconds", "max_body_bytes"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"{name} must be a number above 0, got {getattr(self, name)!r}")
 
 
 class ClientGone(Exception):

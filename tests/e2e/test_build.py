@@ -15,10 +15,12 @@ import pytest
 import torch
 from conftest import pelton
 
-from pelton import LLM
+from pelton import LLM, SamplingParams
 from pelton.compile.bundle import read_manifest
 from pelton.compile.memory import plan_memory
+from pelton.errors import EngineError
 from pelton.plugins_trt.cpu_engine import CpuEngine, EngineProgram
+from pelton.runtime.request import Request
 from support.checkpoints import tiny_checkpoint
 
 
@@ -33,6 +35,24 @@ def test_dry_run_explains_the_memory_and_writes_nothing(checkpoint: Path, tmp_pa
     # 2 layers * 2 (K, V) * 2 heads * 16 * 4 bytes = 512 bytes a token: 16 KiB a block of 32, 64 blocks in 1 MiB.
     assert "64 blocks of 32 tokens" in done.stdout
     assert not (tmp_path / "out").exists()
+
+
+def test_the_default_output_says_the_dtype_that_was_chosen(checkpoint: Path) -> None:
+    done = pelton("build", checkpoint.name, "--dry-run", cwd=checkpoint.parent)
+    assert done.returncode == 0, done.stderr
+    rows = dict(line.split(maxsplit=1) for line in done.stdout.splitlines())
+    assert rows["output"] == f"artifacts/{checkpoint.name}-float32"
+    assert rows["command"].startswith(f"pelton build {checkpoint} --target cpu --dtype float32 ")
+    assert rows["command"].endswith(f" -o {rows['output']}")
+
+
+def test_an_output_by_default_that_is_no_bundle_is_refused(checkpoint: Path, tmp_path: Path) -> None:
+    other = tmp_path / "artifacts" / f"{checkpoint.name}-float32"
+    other.mkdir(parents=True)
+    (other / "notes.txt").write_text("mine")
+    done = pelton("build", checkpoint, "--dry-run", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "not a Pelton bundle" in done.stderr
 
 
 def test_an_unchanged_build_is_found_and_a_changed_limit_is_not(tiny_bundles: dict[str, Path]) -> None:
@@ -213,8 +233,11 @@ def test_pages_are_as_large_as_planned_and_come_back(tiny_bundles: dict[str, Pat
 def test_a_closed_engine_says_so(tiny_bundles: dict[str, Path]) -> None:
     llm = LLM(tiny_bundles["llama"])
     llm.close()
-    (output,) = llm.generate("hello")
-    assert output.outputs[0].finish_reason == "error"
+    with pytest.raises(EngineError, match="the LLM is closed"):
+        llm.generate("hello")
+    llm.engine.admit(Request("r", (1,), SamplingParams()))
+    (delta,) = llm.engine.step()
+    assert delta.finish_reason == "error"
 
 
 def test_float16_checkpoint_says_what_it_is_built_in(tmp_path: Path) -> None:

@@ -6,9 +6,11 @@ import io
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
@@ -18,7 +20,7 @@ from pelton.errors import BundleError, JobError, PeltonError
 from pelton.runtime.batch.progress import JobProgress
 from pelton.runtime.engine import Engine, EngineConfig
 from pelton.scripts import batch as batch_script
-from pelton.scripts.batch_progress import BarDisplay, LineDisplay, make_display
+from pelton.scripts.batch_progress import BarDisplay, LineDisplay, describe, make_display
 from support.batch import completion, make_engine, read_records, write_lines
 
 
@@ -41,6 +43,15 @@ class Command:
     def __call__(self, *options: str) -> Result:
         arguments = [str(self.bundle), str(self.source), str(self.output), *options]
         return CliRunner().invoke(batch_script.command, arguments)
+
+
+@pytest.fixture(autouse=True)
+def handlers() -> Iterator[dict[int, object]]:
+    """Signal handlers as they were; a command that was stopped leaves SIGINT ignored."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield dict(before)
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture
@@ -109,13 +120,12 @@ def test_options_reach_the_job_and_the_engine(command: Command) -> None:
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_stops_cleanly_and_the_same_command_goes_on(
-    command: Command, number: signal.Signals, status: int
+    command: Command, number: signal.Signals, status: int, handlers: dict[int, object]
 ) -> None:
     def before_step(step: int, inputs: object) -> None:
         if step == 10:
             os.kill(os.getpid(), number)
 
-    handlers = [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)]
     write_lines(command.source, [completion(f"id {i}") for i in range(40)])
     command.load = lambda: make_engine(before_step=before_step)
     result = command()
@@ -123,7 +133,10 @@ def test_a_signal_stops_cleanly_and_the_same_command_goes_on(
     assert result.exit_code == status
     assert f"stopped by {number.name}: {num_done} of 40 lines are done" in result.stderr
     assert 0 < num_done < 40
-    assert [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)] == handlers
+    assert signal.getsignal(signal.SIGTERM) == handlers[signal.SIGTERM]
+    assert (
+        signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    )  # what is left of the process is not for another Ctrl-C
     command.load = make_engine
     result = command()
     assert result.exit_code == 0
@@ -144,6 +157,25 @@ def test_a_second_interrupt_ends_at_once_and_keeps_what_is_done(command: Command
     assert "run the same command again" in result.stderr
     assert "lines are done" not in result.stderr  # the clean stop's words
     assert len(read_records(command.output)) == 8
+    assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+
+
+def test_an_interrupt_that_is_ignored_stays_ignored(command: Command) -> None:
+    """As a shell lets its background jobs ignore it."""
+
+    def before_step(step: int, inputs: object) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    write_lines(command.source, [completion("a")])
+    command.load = lambda: make_engine(before_step=before_step)
+    assert command().exit_code == 0
+
+
+def test_an_empty_model_name_is_refused(command: Command) -> None:
+    result = command("--served-model-name", "")
+    assert result.exit_code == 2
+    assert "--served-model-name" in result.stderr
 
 
 def test_what_pelton_cannot_do_is_left_to_the_command_line_to_tell(command: Command) -> None:
@@ -180,6 +212,20 @@ PROGRESS = JobProgress(
     elapsed_s=80.0,
 )
 SHOWN = "60/100 lines, 2 errors, 0.5 lines/s, 10 tok/s, prefix hits 25%, ETA 0:01:20"
+
+
+@pytest.mark.parametrize(
+    "early",
+    [
+        {"elapsed_s": 0.1},  # a resumed job's first lines, refused at once
+        {"num_in_flight": 41},  # most of the time so far went into lines that are not done
+        {"num_done": 20},
+    ],
+)
+def test_no_eta_before_there_is_a_rate(early: dict[str, Any]) -> None:
+    assert replace(PROGRESS, num_in_flight=40).eta_s == 80
+    assert replace(PROGRESS, **early).eta_s is None
+    assert describe(replace(PROGRESS, **early)).endswith("ETA --")
 
 
 def test_progress_is_plain_lines_where_there_is_no_terminal() -> None:

@@ -354,5 +354,5 @@ def test_progress_counts_lines_tokens_and_prefix_hits(tmp_path: Path) -> None:
     assert any(0 < each.num_in_flight <= 8 for each in seen)
     counts = [each.num_done for each in seen]
     assert counts == sorted(counts)
-    middle = next(each for each in seen if 0 < each.num_done < 25)
+    middle = next(each for each in seen if each.num_in_flight <= each.num_done < 25 and each.num_done > 1)
     assert middle.eta_s == pytest.approx((25 - middle.num_done) * middle.elapsed_s / middle.num_done)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -32,7 +33,7 @@ from pelton.compile.bundle import (
 )
 from pelton.errors import BuildError, BundleError
 
-COMMAND = "pelton build some/model --target cpu -o artifacts/some-model"
+COMMAND = "pelton build some/model --target cpu"
 LIMITS = Limits(
     max_model_len=100, max_batch_size=8, max_step_tokens=64, block_size=16, kv_cache_bytes=1 << 20
 )
@@ -137,8 +138,20 @@ def test_a_bundle_for_something_else_is_refused(
     edit_manifest(tmp_path / "b", edit)
     with pytest.raises(BundleError) as error:
         check_bundle(read_manifest(tmp_path / "b"), tmp_path / "b", HOST)
-    for part in (built, found, f"rebuild with: {COMMAND}", str(tmp_path / "b")):
+    for part in (built, found, f"rebuild with: {COMMAND} -o {tmp_path / 'b'}", str(tmp_path / "b")):
         assert part in str(error.value)
+
+
+def test_a_bundle_that_was_moved_is_rebuilt_where_it_is(tmp_path: Path) -> None:
+    build(tmp_path / "b")
+    (tmp_path / "b").rename(tmp_path / "my bundle")
+    hint = re.escape(f"rebuild with: {COMMAND} -o '{tmp_path}/my bundle'") + "$"
+    edit_manifest(tmp_path / "my bundle", lambda f: f.update(needs=None))
+    with pytest.raises(BundleError, match=hint):
+        read_manifest(tmp_path / "my bundle")
+    edit_manifest(tmp_path / "my bundle", lambda f: f.update(format_version=1))
+    with pytest.raises(BundleError, match=hint):
+        read_manifest(tmp_path / "my bundle")
 
 
 def test_every_mismatch_is_told_at_once(tmp_path: Path) -> None:

@@ -108,7 +108,7 @@ def test_continue_final_message(source: str, content: str, text: str) -> None:
     ("source", "message", "options"),
     [
         (CHATML, USER, {"add_generation_prompt": True}),
-        (CHATML, {"role": "user"}, {}),
+        (CHATML, {"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}, {}),
         ("{{ messages[0].role }}", USER, {}),
         (OF_PARTS, {"role": "user", "content": []}, {}),
     ],
@@ -118,21 +118,22 @@ def test_a_message_that_cannot_be_continued(source: str, message: Any, options: 
 
 
 @pytest.mark.parametrize(
-    "messages",
+    ("messages", "field"),
     [
-        (),
-        ("hi",),
-        ({"content": "hi"},),
-        ({"role": 1, "content": "hi"},),
-        ({"role": "user", "content": 5},),
-        ({"role": "user", "content": [{"type": "image_url", "image_url": {}}]},),
-        ({"role": "user", "content": ["text"]},),
-        ({"role": "user", "content": [{"type": "text", "text": 5}]},),
-        ({"role": "user"},),
+        ((), "messages"),
+        (("hi",), "messages[0]"),
+        (({"content": "hi"},), "messages[0].role"),
+        ((USER, {"role": 1, "content": "hi"}), "messages[1].role"),
+        (({"role": "user", "content": 5},), "messages[0].content"),
+        (({"role": "user", "content": [*PARTS, {"type": "image_url"}]},), "messages[0].content[2]"),
+        (({"role": "user", "content": ["text"]},), "messages[0].content[0]"),
+        (({"role": "user", "content": [{"type": "text", "text": 5}]},), "messages[0].content[0]"),
+        (({"role": "user"},), "messages[0].content"),
+        (({"role": "assistant", "content": None, "tool_calls": []},), "messages[0].content"),
     ],
 )
-def test_bad_messages_name_their_field(messages: tuple[Any, ...]) -> None:
-    assert refusal(CHATML, *messages).field == "messages"
+def test_bad_messages_name_their_field(messages: tuple[Any, ...], field: str) -> None:
+    assert refusal(CHATML, *messages).field == field
 
 
 def test_what_the_template_has_no_place_for_is_refused() -> None:

@@ -20,7 +20,7 @@ class Commands:
         self._monkeypatch = monkeypatch
         self.restarts: list[Restart] = []
         self.num_runs = 0
-        self.is_refused = False
+        self.refusal: Exception | None = None
         monkeypatch.setattr(os, "execve", self._execve)
         monkeypatch.setattr(cli, "main", self._main)
         monkeypatch.setattr(sys, "platform", "linux")
@@ -36,8 +36,8 @@ class Commands:
 
     def _execve(self, path: str, arguments: list[str], environment: dict[str, str]) -> None:
         self.restarts.append((path, arguments, environment))
-        if self.is_refused:
-            raise PermissionError("exec is not allowed here")
+        if self.refusal is not None:
+            raise self.refusal
 
     def _main(self) -> None:
         self.num_runs += 1
@@ -64,9 +64,31 @@ def test_a_command_with_an_engine_restarts_once(
     ((path, arguments, environment),) = commands.restarts
     assert path == sys.executable
     assert arguments == [sys.executable, *ORIG_ARGV[1:], name, "bundle", "--threads", "1"]
-    assert environment == {**os.environ, "GLIBC_TUNABLES": expected}
+    assert environment == {**os.environ, "GLIBC_TUNABLES": expected, "PELTON_RESTARTED": "1"}
     commands(name, "bundle", "--threads", "1", tunables=environment["GLIBC_TUNABLES"])
     assert len(commands.restarts) == 1
+
+
+def test_a_restart_whose_setting_was_taken_out_is_not_repeated(
+    commands: Commands, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """glibc does so for a program with file capabilities. Processes that it starts decide for themselves."""
+    monkeypatch.setenv("PELTON_RESTARTED", "1")
+    commands("serve", "bundle")
+    assert commands.restarts == []
+    assert commands.num_runs == 1
+    assert "PELTON_RESTARTED" not in os.environ
+    commands("serve", "bundle")
+    assert len(commands.restarts) == 1
+
+
+def test_without_a_known_interpreter_nothing_restarts(
+    commands: Commands, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "executable", "")
+    commands("serve", "bundle")
+    assert commands.restarts == []
+    assert commands.num_runs == 1
 
 
 def test_who_has_set_it_is_left_alone(commands: Commands) -> None:
@@ -75,8 +97,9 @@ def test_who_has_set_it_is_left_alone(commands: Commands) -> None:
     assert commands.num_runs == 1
 
 
-def test_a_restart_that_is_refused_is_done_without(commands: Commands) -> None:
-    commands.is_refused = True
+@pytest.mark.parametrize("refusal", [PermissionError("not allowed here"), ValueError("embedded null byte")])
+def test_a_restart_that_is_refused_is_done_without(refusal: Exception, commands: Commands) -> None:
+    commands.refusal = refusal
     commands("serve", "bundle")
     assert len(commands.restarts) == 1
     assert commands.num_runs == 1

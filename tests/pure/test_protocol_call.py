@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from dataclasses import replace
 from typing import Any
@@ -373,14 +374,41 @@ def test_sc_02_an_empty_prompt_is_bos_where_there_is_one() -> None:
         ([{"role": "user", "content": "x", "tool_calls": []}], "messages[0].tool_calls"),
         ([{"role": "user", "content": "x", "nmae": "y"}], "messages[0].nmae"),
         ([{"role": "user", "content": "x", "name": 1}], "messages[0].name"),
-        ([{"role": "user", "content": 1}], "messages"),
-        ([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "u"}}]}], "messages"),
+        ([{"role": "user", "content": 1}], "messages[0].content"),
+        (
+            [*USER, {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "u"}}]}],
+            "messages[1].content[0]",
+        ),
         ([{"role": "user", "content": "x"}] * (MAX_NUM_MESSAGES + 1), "messages"),
     ],
 )
 def test_messages_are_checked(messages: object, field: str) -> None:
     assert refusal(chat, messages=messages).field == field
     assert refusal(parse_missing).field == "messages"
+
+
+@pytest.mark.parametrize(
+    ("body", "field", "code", "words"),
+    [
+        ({"messages": []}, "messages", "invalid_value", "at least one message"),
+        ({"messages": USER * (MAX_NUM_MESSAGES + 1)}, "messages", "invalid_value", "at most 4096 items"),
+        ({"messages": {}}, "messages", "invalid_type", "must be a list"),
+        ({"messages": [5]}, "messages[0]", "invalid_type", "must be an object"),
+        ({"stream_options": 5}, "stream_options", "invalid_type", "must be an object"),
+        ({"stream_options": {"usage": True}}, "stream_options.usage", "unknown_parameter", "leave it out"),
+        ({"chat_template_kwargs": []}, "chat_template_kwargs", "invalid_type", "must be an object"),
+        ({"temperature": "hot"}, "temperature", "invalid_type", "must be a number"),
+        ({"n": 1.5}, "n", "invalid_type", "must be an integer"),
+        ({"stream": "yes"}, "stream", "invalid_type", "must be true or false"),
+        ({"cache_salt": 5}, "cache_salt", "invalid_type", "must be a string"),
+        ({"logit_bias": {"5": "x"}}, "logit_bias", "invalid_value", r"logit_bias\[5\] must be a number"),
+    ],
+)
+def test_refusals_are_in_the_words_of_json(body: dict[str, Any], field: str, code: str, words: str) -> None:
+    error = refusal(chat, **body)
+    assert (error.field, error.code) == (field, code)
+    assert re.search(words, str(error))
+    assert "validation" not in str(error)
 
 
 def parse_missing() -> Call:

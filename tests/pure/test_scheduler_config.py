@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 
 from pelton.errors import ConfigError, RequestError
+from pelton.runtime.request import Request, SamplingParams
 from pelton.runtime.scheduler import Scheduler
 from pelton.runtime.sequence import Sequence
 from support.scheduling import StepDriver, generate, make_config, make_sequence
@@ -51,7 +52,9 @@ def test_sc_01_a_prompt_larger_than_the_pool_blocks_nobody() -> None:
         (129, None, ("prompt", "kv_cache_exceeded")),
         (128, 2, ("max_tokens", "kv_cache_exceeded")),
         (10, 120, ("max_tokens", "kv_cache_exceeded")),
-        (10, 10_000, ("max_tokens", "kv_cache_exceeded")),
+        (10, 246, ("max_tokens", "kv_cache_exceeded")),
+        (10, 247, ("max_tokens", "context_length_exceeded")),
+        (10, 10**30, ("max_tokens", "context_length_exceeded")),
         (0, 4, ("prompt", "invalid_value")),
     ],
 )
@@ -75,7 +78,22 @@ def test_sc_01_what_just_fits_runs_to_its_limit(num_prompt: int, max_tokens: int
     assert outputs == [generate(range(num_prompt), num_output), generate(range(500, 510), 5)]
 
 
-def test_sc_01_the_context_ends_a_sequence_that_asks_for_more() -> None:
+def test_sc_01_the_context_ends_a_sequence_without_a_limit() -> None:
     driver = StepDriver(make_config(max_model_len=32))
-    (output,) = driver.run(make_sequence(range(10), 10_000))
+    (output,) = driver.run(make_sequence(range(10), None))
     assert output == generate(range(10), 22)
+
+
+@pytest.mark.parametrize(
+    ("min_tokens", "code"), [(120, "kv_cache_exceeded"), (247, "context_length_exceeded")]
+)
+def test_sc_01_a_least_output_that_can_never_fit_is_refused(min_tokens: int, code: str) -> None:
+    params = SamplingParams(max_tokens=None, min_tokens=min_tokens)
+    sequence = Sequence(Request("r", tuple(range(10)), params))
+    assert refusal(Scheduler(make_config()), sequence) == ("min_tokens", code)
+
+
+def test_a_cache_that_is_too_small_names_the_option() -> None:
+    for sequence in (make_sequence(range(129), None), make_sequence(range(10), 120)):
+        with pytest.raises(RequestError, match="--kv-cache-memory"):
+            Scheduler(make_config()).add(sequence)

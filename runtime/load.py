@@ -5,9 +5,11 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
-from ..compile.bundle import HostFacts, check_bundle, read_manifest
-from ..errors import BundleError
+from ..compile.bundle import HostFacts, Manifest, check_bundle, read_manifest
+from ..errors import BundleError, ConfigError
+from ..plugins_trt.tensorrt import TENSORRT, TENSORRT_RTX
 from .engine import Engine, EngineConfig
+from .executor import Executor
 from .tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -23,15 +25,10 @@ def load_engine(path: str | Path, config: EngineConfig | None = None, *, name: s
     directory = Path(path)
     manifest = read_manifest(directory)
     check_bundle(manifest, directory, HostFacts.detect())
-    if manifest.target != "cpu":
+    if manifest.target not in ("cpu", TENSORRT, TENSORRT_RTX):
         raise BundleError(f"{directory}: built for target {manifest.target!r}, which this version cannot run")
     tokenizer = Tokenizer.from_directory(directory)
-    # torch takes a second to import: everything that can be refused has been by now.
-    from .executor_cpu import CpuExecutor
-
-    executor = CpuExecutor(
-        directory, manifest, kv_cache_bytes=config.kv_cache_bytes, num_threads=config.num_threads
-    )
+    executor = _open_executor(directory, manifest, config)
     limits = executor.limits
     if limits.num_blocks * limits.block_size < limits.max_model_len:
         log.warning(
@@ -40,3 +37,20 @@ def load_engine(path: str | Path, config: EngineConfig | None = None, *, name: s
             limits.max_model_len,
         )
     return Engine(executor, tokenizer, config, name=name or directory.resolve().name)
+
+
+def _open_executor(directory: Path, manifest: Manifest, config: EngineConfig) -> Executor:
+    # torch takes a second to import: everything that can be refused without it has been by now.
+    if manifest.target == "cpu":
+        from .executor_cpu import CpuExecutor
+
+        return CpuExecutor(
+            directory, manifest, kv_cache_bytes=config.kv_cache_bytes, num_threads=config.num_threads
+        )
+    if config.num_threads is not None:
+        raise ConfigError(
+            f"threads: only --target cpu computes on CPU threads, not {manifest.target}; leave it out"
+        )
+    from .executor_trt import open_executor
+
+    return open_executor(directory, manifest, kv_cache_bytes=config.kv_cache_bytes)

@@ -19,13 +19,28 @@ from .sizes import MEMORY
     help="Bundle directory. [default: artifacts/NAME-DTYPE]",
 )
 @click.option(
-    "--target", default="cpu", show_default=True, type=click.Choice(["cpu"]), help="What to compile for."
+    "--target",
+    default="cpu",
+    show_default=True,
+    type=click.Choice(["cpu", "tensorrt", "tensorrt-rtx"]),
+    help="What to compile for.",
+)
+@click.option(
+    "--gpu",
+    "gpus",
+    multiple=True,
+    help="Compute capability to build for, such as 8.9; may be given several times (tensorrt-rtx). [default: all]",
+)
+@click.option(
+    "--quantize",
+    type=click.Choice(["int4", "fp8"]),
+    help="Round the weights of the decoder's linear layers (TensorRT targets).",
 )
 @click.option(
     "--dtype",
     default="auto",
     show_default=True,
-    type=click.Choice(["auto", "float32", "bfloat16"]),
+    type=click.Choice(["auto", "float32", "float16", "bfloat16"]),
     help="Weights and cache; auto: as the checkpoint says.",
 )
 @click.option(
@@ -60,6 +75,8 @@ def command(
     model: str,
     output: Path | None,
     target: str,
+    gpus: tuple[str, ...],
+    quantize: str | None,
     dtype: str,
     max_model_len: int | None,
     max_batch_size: int,
@@ -89,6 +106,8 @@ def command(
         max_step_tokens=max_step_tokens,
         block_size=int(block_size),
         kv_cache_bytes=kv_cache_memory,
+        quantize=quantize,
+        gpus=tuple(gpu for given in gpus for gpu in given.split(",")),
     )
     with progress.stage("read checkpoint"):
         plan = resolve(request)
@@ -133,6 +152,7 @@ def _show_plan(plan: object) -> None:
         ),
         ("activations", f"{format_bytes(memory.activations)} at most"),
         ("total", f"{format_bytes(memory.total)}"),
+        *plan.explain(),
         ("content key", plan.content_key[:12]),
         ("command", build_command_into(plan.command, plan.output)),
     ]

@@ -8,12 +8,16 @@ from pathlib import Path
 
 import click
 
+from ..compile.bundle import Manifest
+from ..errors import BundleError, ConfigError
+
 
 @click.command(name="inspect")
 @click.argument("bundle", type=click.Path(path_type=Path))
 @click.option("--json", "as_json", is_flag=True, help="Print the whole manifest.")
+@click.option("--layers", is_flag=True, help="List the engine's layers, with the names of the HF modules.")
 @click.option("--verify", is_flag=True, help="Read every file and compare its sha256.")
-def command(bundle: Path, as_json: bool, verify: bool) -> None:
+def command(bundle: Path, as_json: bool, layers: bool, verify: bool) -> None:
     """Show what BUNDLE holds. Exit code 2 if it is damaged or cannot run on this machine."""
     from ..compile.bundle import HostFacts, build_command_into, check_bundle, read_manifest
 
@@ -33,7 +37,7 @@ def command(bundle: Path, as_json: bool, verify: bool) -> None:
                 "built with",
                 f"pelton {manifest.versions.pelton}, torch {manifest.versions.torch}, {manifest.versions.compiler}",
             ),
-            ("needs", f"{manifest.needs.machine} with {' '.join(manifest.needs.cpu_flags)}"),
+            ("needs", _needs(manifest)),
             *(
                 (
                     proof["subject"],
@@ -46,6 +50,32 @@ def command(bundle: Path, as_json: bool, verify: bool) -> None:
         ]
         for name, value in rows:
             click.echo(f"{name:<16} {value}")
+    if layers:
+        _show_layers(bundle, manifest)
     check_bundle(manifest, bundle, HostFacts.detect(), verify=verify)
     if verify:
         click.echo("every file is whole", err=True)
+
+
+def _needs(manifest: Manifest) -> str:
+    if manifest.target == "cpu":
+        return f"{manifest.needs.machine} with {' '.join(manifest.needs.cpu_flags)}"
+    gpus = " or ".join(manifest.engine.get("gpus", ())) or "that of the building machine"
+    return f"{manifest.needs.machine}, {manifest.versions.compiler}, a GPU of compute capability {gpus}"
+
+
+def _show_layers(bundle: Path, manifest: Manifest) -> None:
+    """The network's layers as the builder had them: which kernels they became is chosen on the user's GPU."""
+    if manifest.target == "cpu":
+        raise ConfigError(
+            f"layers: the target {manifest.target} has no list of layers; --json shows its engine"
+        )
+    try:
+        facts = json.loads((bundle / "engine.json").read_text())
+        rows = [(str(name), str(kind), str(precision)) for name, kind, precision in facts["layers"]]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise BundleError(
+            f"{bundle}: engine.json cannot be read ({error}); build the bundle again"
+        ) from error
+    for name, kind, precision in rows:
+        click.echo(f"{kind:<28} {precision:<8} {name}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,31 @@ from pathlib import Path
 import pytest
 
 ARTIFACTS = Path(__file__).resolve().parents[1] / "artifacts"
+
+# A shell starts background jobs with SIGINT ignored, and commands keep what they inherit: tests that interrupt them
+# would wait for ever.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# Tests of kernels and of whole TensorRT engines, which `make test EXTRAS=dev,rtx` runs.
+_NEEDS_RTX = {
+    "test_fp8_linear.py",
+    "test_int4_linear.py",
+    "test_moe_experts.py",
+    "test_packed_weights.py",
+    "test_paged_attention_kernels.py",
+    "test_tensorrt_targets.py",
+    "test_triton_compile.py",
+}
+_HAS_RTX = all(importlib.util.find_spec(name) is not None for name in ("onnx", "onnxscript", "triton"))
+
+
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    return True if collection_path.name in _NEEDS_RTX and not _HAS_RTX else None
+
+
+def pytest_report_header() -> str:
+    return "" if _HAS_RTX else f"pelton[rtx] is not installed, so not run: {', '.join(sorted(_NEEDS_RTX))}"
 
 
 def smollm2_gguf() -> Path:

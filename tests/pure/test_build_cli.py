@@ -10,6 +10,7 @@ import pytest
 
 from pelton.compile.build import BuildPlan, BuildRequest, default_output
 from pelton.compile.bundle import Limits
+from pelton.compile.targets.cpu_target import CpuTarget
 
 LIMITS = Limits(
     max_model_len=100, max_batch_size=8, max_step_tokens=64, block_size=16, kv_cache_bytes=1 << 20
@@ -25,11 +26,17 @@ def test_the_default_output_has_a_name(
     directory = tmp_path / "above" / "here"
     directory.mkdir(parents=True)
     monkeypatch.chdir(directory)
-    assert default_output(model, "bfloat16") == Path("artifacts") / f"{name}-bfloat16"
+    assert default_output(model, "cpu", "bfloat16") == Path("artifacts") / f"{name}-bfloat16"
+
+
+def test_the_default_output_of_another_target_says_so() -> None:
+    assert default_output("org/Name", "tensorrt-rtx", "int4") == Path("artifacts/Name-tensorrt-rtx-int4")
 
 
 def command_of(model: str) -> str:
-    facts: Any = SimpleNamespace(request=BuildRequest(model), dtype="float32", limits=LIMITS)
+    facts: Any = SimpleNamespace(
+        request=BuildRequest(model), dtype="float32", limits=LIMITS, target=CpuTarget(), quantization=None
+    )
     getter = BuildPlan.command.fget
     assert getter is not None
     command: str = getter(facts)

@@ -67,6 +67,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gemma3_text": _LOCAL_GLOBAL,
 }
 
+# Families that only targets with an ONNX graph are tested with.
+MORE_FAMILIES: dict[str, dict[str, Any]] = {
+    "phi3": {},
+    "gpt_neox": {"rotary_pct": 0.5},
+    "opt": {"ffn_dim": 96, "word_embed_proj_dim": 64},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+}
+
 
 def tiny_checkpoint(
     family: str,
@@ -79,14 +87,14 @@ def tiny_checkpoint(
 ) -> Path:
     """Write a two-layer checkpoint of a transformers model type with its tokenizer; return `path`.
 
-    `FAMILIES` has the settings that make a family's own features matter at this size.
+    `FAMILIES` and `MORE_FAMILIES` have the settings that make a family's own features matter at this size.
     """
     return _write(tiny_model(family, seed=seed, **config_overrides).to(dtype), path, max_shard_size)
 
 
 def tiny_model(family: str, *, seed: int = 0, **config_overrides: Any) -> PreTrainedModel:
     """The model of `tiny_checkpoint`, in float32 and in eval mode."""
-    options = _COMMON | FAMILIES.get(family, {}) | config_overrides
+    options = _COMMON | (FAMILIES | MORE_FAMILIES).get(family, {}) | config_overrides
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **options))
     _randomise(model, seed)
     return model.eval()

@@ -1,0 +1,198 @@
+"""An exported program -> an ONNX file with the operators of the `pelton` domain, its nodes named after HF modules.
+
+The one owner of the ONNX exporter. Weights stand in a file of their own beside the graph (a protobuf holds 2 GiB).
+"""
+
+from __future__ import annotations
+
+import ast
+import logging
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import onnx
+import onnxscript
+import torch
+from torch.export import ExportedProgram
+
+from ..errors import BuildError
+from ..plugins_trt import fp8_linear as _fp8_linear
+from ..plugins_trt import int4_linear as _int4_linear
+from ..plugins_trt.plugin import NAMESPACE
+from .export import first_line
+from .segments import PAGED_ATTENTION
+
+# Imported to register the operators.
+assert _fp8_linear.NAME
+assert _int4_linear.NAME
+
+OPSET = 23
+GRAPH_FILE = "model.onnx"
+WEIGHTS_FILE = "model.onnx.data"
+
+
+@dataclass(frozen=True, slots=True)
+class NodeSchema:
+    """A node type of the `pelton` domain: tensors as (name, type variable), and attributes with their ONNX types.
+
+    Tensors of one type variable have one dtype; the type of an output must be that of an input.
+    """
+
+    name: str
+    inputs: tuple[tuple[str, str], ...]
+    outputs: tuple[tuple[str, str], ...]
+    attributes: Mapping[str, onnx.defs.OpSchema.AttrType]
+    num_required: int | None = None  # inputs from here on may be left out
+
+
+_FLOAT, _INT = onnx.defs.OpSchema.AttrType.FLOAT, onnx.defs.OpSchema.AttrType.INT
+_SCHEMAS = (
+    NodeSchema(
+        "paged_attention",
+        (
+            ("query", "T"), ("key", "T"), ("value", "T"), ("k_cache", "C"), ("v_cache", "C"),
+            ("block_table", "I"), ("seq_lens", "I"), ("query_start_loc", "I"),
+        ),
+        (("out", "T"), ("k_cache_out", "C"), ("v_cache_out", "C")),
+        {"scale": _FLOAT, "window": _INT, "soft_cap": _FLOAT},
+    ),
+    # A symmetric weight has no zeros: the last input is left out then.
+    NodeSchema(
+        "int4_linear",
+        (("x", "T"), ("qweight", "Q"), ("scales", "S"), ("zeros", "Q")),
+        (("out", "T"),),
+        {"group_size": _INT},
+        num_required=3,
+    ),
+    NodeSchema(
+        "fp8_linear", (("x", "T"), ("weight", "W"), ("weight_scale", "S")), (("out", "T"),), {}
+    ),
+)  # fmt: skip
+
+
+def write_onnx(program: ExportedProgram, directory: Path) -> Path:
+    """Convert `program` and write it into `directory`; returns the graph's path.
+
+    Raises `BuildError` naming what the converter does not know.
+    """
+    translations = _translations(_register(_SCHEMAS))
+    try:
+        with _quiet():
+            converted = torch.onnx.export(
+                program,
+                dynamo=True,
+                custom_translation_table=translations,
+                optimize=True,
+                verify=False,
+                opset_version=OPSET,
+                verbose=False,
+            )
+    except Exception as error:
+        raise BuildError(f"the exported graph cannot be converted to ONNX: {first_line(error)}") from error
+    assert converted is not None
+    graph = converted.model.graph
+    for node in graph:
+        node.name = _hf_name(node) or node.name
+    _make_names_unique(graph)
+    num_layers = (len(graph.outputs) - 1) // 2
+    names = ["logits", *(f"{kind}_caches_{i}_out" for kind in "kv" for i in range(num_layers))]
+    for output, name in zip(graph.outputs, names, strict=True):
+        output.name = name
+    path = directory / GRAPH_FILE
+    converted.save(path, external_data=True)
+    return path
+
+
+def _translations(opset: Any) -> dict[Callable[..., Any], Callable[..., Any]]:
+    """How each operator of the exported graph is written as a node. Arguments that no graph here has are refused."""
+
+    def paged_attention(
+        query: Any, key: Any, value: Any, k_cache: Any, v_cache: Any, block_table: Any, seq_lens: Any,
+        query_start_loc: Any, scale: float, window: int = 0, soft_cap: float = 0.0,
+    ) -> Any:  # fmt: skip
+        return opset.paged_attention(
+            query, key, value, k_cache, v_cache, block_table, seq_lens, query_start_loc,
+            scale=scale, window=window, soft_cap=soft_cap,
+        )  # fmt: skip
+
+    def int4_linear(x: Any, qweight: Any, scales: Any, zeros: Any, group_size: int) -> Any:
+        weights = (qweight, scales) if zeros is None else (qweight, scales, zeros)
+        return opset.int4_linear(x, *weights, group_size=group_size)
+
+    def fp8_linear(x: Any, weight: Any, weight_scale: Any, input_scale: None) -> Any:
+        return opset.fp8_linear(x, weight, weight_scale)
+
+    pelton = torch.ops.pelton
+    return {
+        PAGED_ATTENTION: paged_attention,
+        pelton.int4_linear.default: int4_linear,
+        pelton.fp8_linear.default: fp8_linear,
+    }
+
+
+def _register(schemas: tuple[NodeSchema, ...]) -> onnxscript.values.Opset:
+    """Make the node types known to ONNX; the exporter checks its output against them."""
+    types = ["tensor(float)", "tensor(float16)", "tensor(bfloat16)", "tensor(float8e4m3fn)", "tensor(int8)",
+             "tensor(int32)"]  # fmt: skip
+    for schema in schemas:
+        if onnx.defs.has(schema.name, NAMESPACE):
+            continue
+        parameter, option = onnx.defs.OpSchema.FormalParameter, onnx.defs.OpSchema.FormalParameterOption
+        required = len(schema.inputs) if schema.num_required is None else schema.num_required
+        variables = sorted({variable for _, variable in (*schema.inputs, *schema.outputs)})
+        onnx.defs.register_schema(
+            onnx.defs.OpSchema(
+                schema.name,
+                NAMESPACE,
+                1,
+                inputs=[
+                    parameter(*tensor, param_option=option.Single if i < required else option.Optional)
+                    for i, tensor in enumerate(schema.inputs)
+                ],
+                outputs=[parameter(*tensor) for tensor in schema.outputs],
+                type_constraints=[(variable, types, "") for variable in variables],
+                attributes=[
+                    onnx.defs.OpSchema.Attribute(name, kind, required=True)
+                    for name, kind in schema.attributes.items()
+                ],
+            )
+        )
+    return onnxscript.values.Opset(NAMESPACE, 1)
+
+
+def _hf_name(node: Any) -> str | None:
+    """`model.layers.3.mlp.up_proj/MatMul`, from the modules that the exporter noted; None where it noted none."""
+    scopes = node.metadata_props.get("pkg.torch.onnx.name_scopes")
+    if scopes is None:
+        return None
+    modules = [str(scope) for scope in ast.literal_eval(scopes)][:-1]  # the last is the operator's own name
+    if not modules or not modules[-1]:
+        return None
+    return f"{modules[-1].removeprefix('model.')}/{node.op_type}"
+
+
+def _make_names_unique(graph: Any) -> None:
+    seen: dict[str, int] = {}
+    for node in graph:
+        count = seen.get(node.name, 0)
+        seen[node.name] = count + 1
+        if count:
+            node.name = f"{node.name}_{count}"
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """The exporter warns of what is none of the user's business (no torchvision, deprecated internals)."""
+    logger = logging.getLogger("torch.onnx")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(level)

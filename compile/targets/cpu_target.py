@@ -1,0 +1,99 @@
+"""The `cpu` target as a build sees it; `cpu.py` compiles."""
+
+from __future__ import annotations
+
+import platform
+import re
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ...errors import BuildError
+from ...plugins_trt.cpu_engine import CpuEngine
+from ...plugins_trt.paged_attention_cpu import uses_tiles
+from ..bundle import HostFacts, HostNeeds, Limits, ModelFacts
+from ..export import KVGeometry
+from ..memory import MemoryPlan, plan_memory
+from ..passes import optimise
+from ..progress import Progress
+from ..proof import StepFunction, Trace
+from ..segments import cut, layer_prefix
+from . import cpu
+from .base import Exported
+
+# Inductor compiles for the building machine (-march=native): whatever instruction sets it has may be in the code.
+# On x86 these are the flags that name one; elsewhere every flag counts.
+_X86_INSTRUCTION_SETS = re.compile(
+    r"avx.*|amx.*|sse.*|ssse3|bmi[12]|fma|f16c|gfni|vaes|vpclmulqdq|pclmulqdq|aes|sha_ni|abm|movbe|adx|popcnt|rdseed"
+    r"|clwb|clflushopt|movdir.*|serialize|xsave.*|fsgsbase|rdpid|ptwrite|waitpkg|cldemote"
+)
+
+
+class CpuTarget:
+    """`Target` on PyTorch Inductor."""
+
+    name = "cpu"
+    dtypes: tuple[str, ...] = ("float32", "bfloat16")
+
+    def compiler(self) -> str:
+        """Inductor's C++ compiler."""
+        try:
+            version = subprocess.run(
+                ["g++", "-dumpfullversion"], capture_output=True, text=True, check=True, timeout=30
+            ).stdout.strip()
+        except (OSError, subprocess.SubprocessError) as error:
+            raise BuildError(
+                f"g++ is needed to compile for the CPU and does not run here ({error}); install it (Debian: "
+                "apt-get install g++)"
+            ) from error
+        return f"inductor, g++ {version}, {platform.machine()}"
+
+    def needs(self) -> HostNeeds:
+        host = HostFacts.detect()
+        is_x86 = host.machine in ("x86_64", "AMD64")
+        flags = (f for f in host.cpu_flags if not is_x86 or _X86_INSTRUCTION_SETS.fullmatch(f))
+        return HostNeeds(machine=host.machine, cpu_flags=tuple(sorted(flags)))
+
+    def options(self) -> Mapping[str, Any]:
+        return {"cpu_flags": list(self.needs().cpu_flags)}
+
+    def command_options(self) -> Mapping[str, object]:
+        return {}
+
+    def plan_memory(self, config: Any, facts: ModelFacts, limits: Limits, dtype: torch.dtype) -> MemoryPlan:
+        soft_cap = getattr(config, "attn_logit_softcapping", None) or 0.0
+        has_tiles = uses_tiles(dtype, [soft_cap])
+        return plan_memory(
+            facts, limits, dtype, is_tied=bool(config.tie_word_embeddings), has_tiles=has_tiles
+        )
+
+    def explain(
+        self, geometry: tuple[KVGeometry, ...], limits: Limits, num_blocks: int
+    ) -> list[tuple[str, str]]:
+        return []
+
+    def lower(self, exported: Exported, directory: Path, progress: Progress) -> Mapping[str, Any]:
+        geometry = exported.geometry
+        with progress.stage("graph passes"):
+            graph_module = optimise(exported.program.module(check_guards=False))
+            segments = cut(graph_module, layer_prefix(exported.model, len(geometry)), len(geometry))
+        with progress.stage("compile"):
+            program = cpu.lower(
+                graph_module, segments, geometry, dtype=exported.dtype, block_size=exported.limits.block_size,
+                directory=directory, on_progress=progress.note,
+            )  # fmt: skip
+        return {"num_segments": len(program.segments), "windows": list(program.windows)}
+
+    def engine_step(self, directory: Path, trace: Trace) -> StepFunction:
+        engine = CpuEngine(directory, num_blocks=trace.num_blocks)
+        return lambda step: engine.run(
+            step.input_ids,
+            step.positions,
+            step.block_table,
+            step.seq_lens,
+            step.query_start_loc,
+            step.logits_rows,
+        )

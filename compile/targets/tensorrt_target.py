@@ -1,0 +1,128 @@
+"""The `tensorrt` and `tensorrt-rtx` targets as a build sees them; `tensorrt.py` compiles."""
+
+from __future__ import annotations
+
+import os
+import platform
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from ...errors import BuildError
+from ...plugins_trt.tensorrt import require_version
+from ..bundle import HostNeeds, Limits, ModelFacts
+from ..export import KVGeometry
+from ..memory import MemoryPlan, plan_gpu_memory
+from ..onnx_graph import write_onnx
+from ..profiles import derive_profiles
+from ..progress import Progress, format_bytes
+from ..proof import StepFunction, Trace
+from .base import Exported
+from .tensorrt import (
+    PLAN_FILE,
+    TensorRTOptions,
+    build_plan,
+    check_gpus,
+    write_engine_facts,
+)
+
+# While a plan is made, weights exist in the ONNX file's mapping, in the builder and in the plan.
+_WEIGHT_COPIES = 3
+_BUILD_OVERHEAD = 1 << 30
+
+
+class TensorRTTarget:
+    """`Target` on TensorRT's ONNX parser and builder. Raises `BuildError` naming the option at fault."""
+
+    dtypes: tuple[str, ...] = ("float16", "bfloat16")
+
+    def __init__(self, name: str, *, gpus: Sequence[str], scheme: str | None) -> None:
+        self.name = name
+        self._options = TensorRTOptions(gpus=check_gpus(name, gpus, scheme))
+
+    def compiler(self) -> str:
+        return f"{self.name} {require_version(self.name)}"
+
+    def needs(self) -> HostNeeds:
+        return HostNeeds(machine=platform.machine(), cpu_flags=())
+
+    def options(self) -> Mapping[str, Any]:
+        return {"gpus": list(self._options.gpus), "workspace_bytes": self._options.workspace_bytes}
+
+    def command_options(self) -> Mapping[str, object]:
+        return {"--gpu": ",".join(self._options.gpus)} if self._options.gpus else {}
+
+    def plan_memory(self, config: Any, facts: ModelFacts, limits: Limits, dtype: torch.dtype) -> MemoryPlan:
+        return plan_gpu_memory(facts, limits, dtype)
+
+    def explain(
+        self, geometry: tuple[KVGeometry, ...], limits: Limits, num_blocks: int
+    ) -> list[tuple[str, str]]:
+        rows = [("gpus", ", ".join(self._options.gpus) or "this machine's")]
+        for profile in derive_profiles(limits, geometry, num_blocks):
+            rows.append((f"profile {profile.name}", profile.purpose))
+            for shape in profile.shapes.values():
+                if not shape.name.endswith("_caches_0") and "_caches_" in shape.name:
+                    continue  # the pages of all layers are alike
+                rows.append((f"  {shape.name}", f"min {shape.min}, opt {shape.opt}, max {shape.max}"))
+        return rows
+
+    def lower(self, exported: Exported, directory: Path, progress: Progress) -> Mapping[str, Any]:
+        geometry, limits = exported.geometry, exported.limits
+        profiles = derive_profiles(limits, geometry, exported.num_blocks)
+        facts = {
+            "target": self.name,
+            "dtype": str(exported.dtype).removeprefix("torch."),
+            "cache_dtype": str(exported.dtype).removeprefix("torch."),
+            "block_size": limits.block_size,
+            "gpus": list(self._options.gpus),
+            "kv_heads": [g.num_heads for g in geometry],
+            "head_dims": [g.head_dim for g in geometry],
+            "vocab_size": exported.vocab_size,
+        }
+        with tempfile.TemporaryDirectory(prefix=".onnx-", dir=directory) as work:
+            with progress.stage("convert to ONNX"):
+                graph = write_onnx(exported.program, Path(work))
+            exported.release()  # from here on the weights are in the file
+            self._check_host_memory(Path(work), progress)
+            with progress.stage(f"build with {self.name}"):
+                layers = build_plan(
+                    self.name, graph, profiles, self._options, directory,
+                    timing_cache=_timing_cache(self.compiler()), on_progress=progress.note,
+                )  # fmt: skip
+        write_engine_facts(directory, profiles, layers, facts)
+        num_plugins = sum(layer.kind.startswith("pelton::") for layer in layers)
+        progress.note(
+            f"plan of {format_bytes((directory / PLAN_FILE).stat().st_size)}: {len(layers)} layers, "
+            f"{num_plugins} of them Pelton's plugins"
+        )
+        return {"num_layers": len(layers), "num_plugins": num_plugins, "gpus": list(self._options.gpus)}
+
+    def engine_step(self, directory: Path, trace: Trace) -> StepFunction | None:
+        return None
+
+    def _check_host_memory(self, work: Path, progress: Progress) -> None:
+        """Say what the builder will need; refuse when it is more than the machine has in all."""
+        weights = sum(path.stat().st_size for path in work.iterdir())
+        needed = _WEIGHT_COPIES * weights + _BUILD_OVERHEAD
+        memory = psutil.virtual_memory()
+        progress.note(
+            f"the builder needs up to {format_bytes(needed)}, {format_bytes(memory.available)} are free"
+        )
+        if needed > memory.total:
+            raise BuildError(
+                f"host memory: the builder needs up to {format_bytes(needed)} and this machine has "
+                f"{format_bytes(memory.total)}; build on a larger one, or with --quantize int4"
+            )
+        if needed > memory.available:
+            progress.warning("less memory is free than the builder may need: the system may end it")
+
+
+def _timing_cache(compiler: str) -> Path:
+    """Where kernels' timings are kept between builds, per compiler version."""
+    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return root / "pelton" / f"{compiler.replace(' ', '-')}.timing"

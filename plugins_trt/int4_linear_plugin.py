@@ -1,0 +1,64 @@
+"""`pelton::int4_linear` as a TensorRT plugin; the contract stands in `int4_linear.py`.
+
+Parts of a split product come from torch's caching allocator, which knows when a graph is being captured.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from .plugin import Described, Fields, Launch, Operator, Output
+
+# Chosen by the shapes of each call; the tactics of fixed tiles follow it.
+_BY_SHAPES = 1
+_FLOATS = ("float16", "bfloat16", "float32")
+
+
+def _accepts(inputs: Sequence[str], outputs: Sequence[str]) -> bool:
+    x, qweight, scales, *zeros = inputs
+    return (
+        x in _FLOATS
+        and scales in _FLOATS
+        and qweight == "int8"
+        and all(dtype == "int8" for dtype in zeros)
+        and list(outputs) == [x]
+    )
+
+
+def _tactics(inputs: Sequence[Described], fields: Fields) -> list[int]:
+    import torch
+
+    from .int4_linear_tactics import TACTICS, Problem, supports
+
+    x, qweight = inputs[0], inputs[1]
+    rows, in_features = math.prod(x.shape[:-1]), x.shape[-1]
+    problem = Problem(rows, qweight.shape[1], in_features, int(fields["group_size"]), getattr(torch, x.dtype))
+    return [
+        _BY_SHAPES,
+        *(_BY_SHAPES + 1 + i for i, tactic in enumerate(TACTICS) if supports(tactic, problem)),
+    ]
+
+
+def _enqueue(launch: Launch) -> None:
+    from .int4_linear_tactics import TACTICS
+    from .int4_linear_triton import int4_linear
+
+    with launch.on_stream():
+        x, qweight, scales, *zeros = (buffer.as_tensor() for buffer in launch.inputs)
+        int4_linear(
+            x, qweight, scales, zeros[0] if zeros else None, int(launch.fields["group_size"]),
+            tactic=None if launch.tactic <= _BY_SHAPES else TACTICS[launch.tactic - 2],
+            out=launch.outputs[0].as_tensor(),
+        )  # fmt: skip
+
+
+INT4_LINEAR_PLUGIN = Operator(
+    name="int4_linear",
+    outputs=(Output(dtype_of=0, shape_of=0, last_size_of=(1, 1)),),
+    fields={"group_size": int},
+    accepts=_accepts,
+    tactics=_tactics,
+    workspace=lambda inputs, fields, tactic: 0,
+    enqueue=_enqueue,
+)

@@ -1,0 +1,64 @@
+"""`moe_experts` on NVIDIA GPUs: problems, the tactics for them, and the launches' sizes. Pure: imports no Triton."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+GROUP_BLOCK = 1024  # routed rows that one program looks through at a time
+SUM_BLOCK = 256  # outputs that one program adds up
+
+
+@dataclass(frozen=True, slots=True)
+class Tactic:
+    """Tiles of both products: `block_m` routed rows of one expert, `block_n` output and `block_k` input features."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One call. A routed row is a token on its way to one of its `top_k` experts."""
+
+    num_tokens: int
+    top_k: int
+    num_experts: int
+    hidden_size: int
+    intermediate_size: int
+    dtype: torch.dtype
+
+    @property
+    def rows(self) -> int:
+        return self.num_tokens * self.top_k
+
+    def max_tiles(self, block_m: int) -> int:
+        """As many tiles of rows as there can be, however the rows are spread over the experts."""
+        return self.rows // block_m + min(self.num_experts, self.rows)
+
+
+# Each fits into the 99 KiB of shared memory of Ada and of consumer Blackwell.
+TACTICS = (
+    Tactic(16, 64, 64, 4, 4),
+    Tactic(16, 128, 32, 4, 4),
+    Tactic(32, 64, 64, 4, 4),
+    Tactic(64, 64, 64, 4, 3),
+    Tactic(64, 128, 32, 8, 3),
+    Tactic(128, 64, 32, 8, 3),
+)
+
+
+def supports(tactic: Tactic, problem: Problem) -> bool:
+    """Whether both sums of a tile (gate and up) fit into registers."""
+    return problem.dtype != torch.float32 or tactic.block_m <= 32
+
+
+def default_tactic(problem: Problem) -> Tactic:
+    """The smallest tile that holds the mean number of rows of an expert."""
+    usable = [tactic for tactic in TACTICS if supports(tactic, problem)]
+    mean = problem.rows / problem.num_experts
+    return next((tactic for tactic in usable if tactic.block_m >= mean), usable[-1])

@@ -1,0 +1,172 @@
+"""TensorRT-RTX builds real engines here, with no GPU: every family's graph, Pelton's plugins inside."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import onnx
+import pytest
+import torch
+
+from pelton.compile.bundle import Limits
+from pelton.compile.checkpoint import load_model, open_checkpoint
+from pelton.compile.export import export, kv_geometry
+from pelton.compile.onnx_graph import GRAPH_FILE, write_onnx
+from pelton.compile.profiles import Profile, ShapeRange, derive_profiles
+from pelton.compile.targets.tensorrt import (
+    PLAN_FILE,
+    NetworkLayer,
+    TensorRTOptions,
+    build_plan,
+    check_gpus,
+)
+from pelton.errors import BuildError
+from pelton.plugins_trt.tensorrt import TENSORRT, TENSORRT_RTX, find_version
+from support.checkpoints import FAMILIES, MORE_FAMILIES, tiny_checkpoint
+
+needs_rtx = pytest.mark.skipif(find_version(TENSORRT_RTX) is None, reason="TensorRT-RTX is not installed")
+LIMITS = Limits(
+    max_model_len=512, max_batch_size=8, max_step_tokens=64, block_size=32, kv_cache_bytes=1 << 24
+)
+
+
+def write_graph(
+    family: str, directory: Path, dtype: torch.dtype = torch.float16
+) -> tuple[Path, tuple[Profile, ...]]:
+    checkpoint = tiny_checkpoint(family, directory / "checkpoint", dtype=dtype)
+    model = load_model(open_checkpoint(str(checkpoint)), dtype)
+    program = export(model, block_size=LIMITS.block_size)
+    return write_onnx(program, directory), derive_profiles(LIMITS, kv_geometry(model.config), 100)
+
+
+def plugins(layers: tuple[NetworkLayer, ...]) -> list[str]:
+    return [layer.name for layer in layers if layer.kind == "pelton::paged_attention"]
+
+
+@needs_rtx
+@pytest.mark.parametrize("family", [*FAMILIES, *MORE_FAMILIES])
+def test_every_family_becomes_a_plan_with_one_plugin_a_layer(family: str, tmp_path: Path) -> None:
+    graph, profiles = write_graph(family, tmp_path)
+    layers = build_plan(TENSORRT_RTX, graph, profiles, TensorRTOptions(gpus=("8.9",)), tmp_path)
+    assert (tmp_path / PLAN_FILE).stat().st_size > 10_000
+    names = plugins(layers)
+    assert len(names) == 2
+    assert [name.split("layers.")[1][0] for name in names] == ["0", "1"]
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, tuple[Profile, ...]]:
+    return write_graph("llama", tmp_path_factory.mktemp("llama"), torch.bfloat16)
+
+
+@needs_rtx
+def test_layers_carry_the_names_of_the_hf_modules(
+    llama: tuple[Path, tuple[Profile, ...]], tmp_path: Path
+) -> None:
+    layers = build_plan(TENSORRT_RTX, *llama, TensorRTOptions(gpus=("12.0",)), tmp_path)
+    by_name = {layer.name: layer for layer in layers}
+    assert by_name["model.layers.1.mlp.down_proj/MatMul"].kind == "matrix_multiply"
+    assert by_name["model.layers.1.mlp.down_proj/MatMul"].precision == "bf16"
+    assert by_name["model.layers.0.self_attn/paged_attention"].kind == "pelton::paged_attention"
+    assert "lm_head/MatMul" in by_name
+
+
+@needs_rtx
+def test_an_unknown_operator_is_refused_with_its_layer(
+    llama: tuple[Path, tuple[Profile, ...]], tmp_path: Path
+) -> None:
+    graph, profiles = llama
+    model = onnx.load(graph)
+    node = next(n for n in model.graph.node if n.name == "model.layers.1.mlp.up_proj/MatMul")
+    node.op_type = "Frobnicate"
+    onnx.save(model, tmp_path / GRAPH_FILE)
+    with pytest.raises(BuildError, match=r"model\.layers\.1\.mlp\.up_proj/MatMul: the operator is neither"):
+        build_plan(TENSORRT_RTX, tmp_path / GRAPH_FILE, profiles, TensorRTOptions(gpus=("8.9",)), tmp_path)
+
+
+@needs_rtx
+def test_a_plugin_without_its_attribute_is_refused(
+    llama: tuple[Path, tuple[Profile, ...]], tmp_path: Path
+) -> None:
+    graph, profiles = llama
+    model = onnx.load(graph)
+    node = next(n for n in model.graph.node if n.op_type == "paged_attention")
+    del node.attribute[:]
+    onnx.save(model, tmp_path / GRAPH_FILE)
+    with pytest.raises(BuildError, match=r"model\.layers\.0\.self_attn/paged_attention"):
+        build_plan(TENSORRT_RTX, tmp_path / GRAPH_FILE, profiles, TensorRTOptions(gpus=("8.9",)), tmp_path)
+
+
+@needs_rtx
+@pytest.mark.parametrize("size", [0, 100, 5000])
+def test_a_cut_graph_is_refused(size: int, llama: tuple[Path, tuple[Profile, ...]], tmp_path: Path) -> None:
+    graph, profiles = llama
+    (tmp_path / GRAPH_FILE).write_bytes(graph.read_bytes()[:size])
+    with pytest.raises(BuildError, match="cut or damaged"):
+        build_plan(TENSORRT_RTX, tmp_path / GRAPH_FILE, profiles, TensorRTOptions(gpus=("8.9",)), tmp_path)
+
+
+@needs_rtx
+def test_a_profile_without_an_input_is_refused(
+    llama: tuple[Path, tuple[Profile, ...]], tmp_path: Path
+) -> None:
+    graph, (decode, _) = llama
+    shapes = {name: shape for name, shape in decode.shapes.items() if name != "seq_lens"}
+    with pytest.raises(BuildError, match=r"profile decode: has no shapes for the inputs seq_lens"):
+        build_plan(
+            TENSORRT_RTX, graph, [Profile("decode", "", shapes)], TensorRTOptions(gpus=("8.9",)), tmp_path
+        )
+
+
+@needs_rtx
+def test_a_profile_that_does_not_fit_the_graph_is_refused(
+    llama: tuple[Path, tuple[Profile, ...]], tmp_path: Path
+) -> None:
+    graph, (decode, _) = llama
+    wrong = ShapeRange("k_caches_0", (1, 16, 2, 16), (100, 16, 2, 16), (100, 16, 2, 16))
+    with pytest.raises(BuildError, match="profile"):
+        build_plan(
+            TENSORRT_RTX, graph, [Profile("decode", "", {**decode.shapes, "k_caches_0": wrong})],
+            TensorRTOptions(gpus=("8.9",)), tmp_path,
+        )  # fmt: skip
+
+
+@needs_rtx
+def test_an_interrupt_stops_the_builder(llama: tuple[Path, tuple[Profile, ...]], tmp_path: Path) -> None:
+    def interrupt(phase: str) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        build_plan(TENSORRT_RTX, *llama, TensorRTOptions(gpus=("8.9",)), tmp_path, on_progress=interrupt)
+    assert not (tmp_path / PLAN_FILE).exists()
+
+
+@pytest.mark.parametrize(
+    ("target", "gpus", "scheme", "message"),
+    [
+        (TENSORRT_RTX, ["9.0"], None, r"gpu: '9\.0' is not a compute capability"),
+        (TENSORRT_RTX, ["banana"], None, "gpu: 'banana'"),
+        (TENSORRT_RTX, ["7.5"], None, r"gpu: 7\.5 is too old"),
+        (TENSORRT_RTX, ["8.6"], "fp8", r"gpu: 8\.6 cannot run --quantize fp8: FP8 needs .* 8\.9"),
+        (TENSORRT, ["8.9"], None, "gpu: TensorRT builds for the GPU of the machine"),
+    ],
+)
+def test_gpus_that_cannot_be_built_for(
+    target: str, gpus: list[str], scheme: str | None, message: str
+) -> None:
+    with pytest.raises(BuildError, match=message):
+        check_gpus(target, gpus, scheme)
+
+
+def test_gpus_are_ordered_and_once() -> None:
+    assert check_gpus(TENSORRT_RTX, ["12.0", "8.9", "8.9"]) == ("8.9", "12.0")
+    assert check_gpus(TENSORRT_RTX, [], "fp8") == ("8.9", "12.0", "12.1")
+    assert check_gpus(TENSORRT, []) == ()
+
+
+@pytest.mark.skipif(find_version(TENSORRT) is not None, reason="TensorRT is installed")
+def test_tensorrt_that_is_not_installed_is_one_line_with_the_remedy(
+    llama: tuple[Path, tuple[Profile, ...]], tmp_path: Path
+) -> None:
+    with pytest.raises(BuildError, match=r"target: TensorRT is not installed.*pip install.*tensorrt-rtx"):
+        build_plan(TENSORRT, *llama, TensorRTOptions(), tmp_path)

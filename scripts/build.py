@@ -137,6 +137,8 @@ def _show_plan(plan: object) -> None:
     assert isinstance(plan, BuildPlan)
     facts, limits, memory = plan.facts, plan.limits, plan.memory
     tokens = memory.num_blocks * limits.block_size
+    has_padding = memory.kv_pages > memory.num_blocks * memory.block_bytes
+    padding = ", and one for padding" if has_padding else ""
     rows = [
         ("model", f"{facts.source} ({facts.model_type}, {facts.num_parameters / 1e6:.0f} M parameters)"),
         ("output", str(plan.output)),
@@ -148,7 +150,7 @@ def _show_plan(plan: object) -> None:
         (
             "KV pages",
             f"{format_bytes(memory.kv_pages)} = {memory.num_blocks} blocks of {limits.block_size} tokens "
-            f"({memory.block_bytes} bytes each), and one for padding: {tokens} tokens",
+            f"({memory.block_bytes} bytes each){padding}: {tokens} tokens",
         ),
         ("activations", f"{format_bytes(memory.activations)} at most"),
         ("total", f"{format_bytes(memory.total)}"),

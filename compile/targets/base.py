@@ -75,5 +75,5 @@ class Target(Protocol):
         ...
 
     def engine_step(self, directory: Path, trace: Trace) -> StepFunction | None:
-        """The engine of `directory` as a function of a step; None where this machine cannot run it."""
+        """The engine of `directory` as a function of a step; None where it is not run after a build."""
         ...

@@ -227,7 +227,7 @@ def _save(path: Path, content: Any) -> None:
 def _layer(trt: Any, layer: Any) -> NetworkLayer:
     kind = layer.type.name.lower()
     if layer.type == trt.LayerType.PLUGIN_V3:
-        kind = layer.name.rpartition("/")[2].partition("_")[0] and _plugin_name(layer.name)
+        kind = _plugin_name(layer.name)
     output = layer.get_output(0)
     return NetworkLayer(layer.name, kind, output.dtype.name.lower() if output is not None else "")
 

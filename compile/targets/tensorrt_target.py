@@ -92,7 +92,7 @@ class TensorRTTarget:
             with progress.stage(f"build with {self.name}"):
                 layers = build_plan(
                     self.name, graph, profiles, self._options, directory,
-                    timing_cache=_timing_cache(self.compiler()), on_progress=progress.note,
+                    timing_cache=_timing_cache(self.compiler()), on_progress=progress.step,
                 )  # fmt: skip
         write_engine_facts(directory, profiles, layers, facts)
         num_plugins = sum(layer.kind.startswith("pelton::") for layer in layers)

@@ -297,6 +297,10 @@ def _creator_class(trt: Any) -> Any:
                     f"could not create the plugin: the node has no attribute {', '.join(missing)}"
                 )
                 return None
-            return self.plugin_class(self.operator, values, phase == trt.TensorRTPhase.BUILD)
+            return self.make_plugin(values, is_build=phase == trt.TensorRTPhase.BUILD)
+
+        def make_plugin(self, values: Fields, *, is_build: bool) -> Any:
+            """A plugin for a network that is put together layer by layer."""
+            return self.plugin_class(self.operator, values, is_build)
 
     return Creator

@@ -1,4 +1,4 @@
-"""TensorRT-RTX is made to fail, for real and in all ways that were found: each failure names layer, cause and remedy."""
+"""TensorRT-RTX is made to fail, for real: each failure names the layer, the cause and the remedy."""
 
 from __future__ import annotations
 

@@ -37,8 +37,10 @@ from .quantize import Quantization, quantize_linears
 from .segments import PAGED_ATTENTION, attention_of, layer_prefix
 from .targets.base import Exported, Target
 from .targets.cpu_target import CpuTarget
+from .targets.torch_tensorrt import TORCH_TENSORRT, require_torch_tensorrt
 
 TARGETS = ("cpu", TENSORRT, TENSORRT_RTX)
+FRONTENDS = ("onnx", TORCH_TENSORRT)
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 DEFAULT_MAX_MODEL_LEN = 8192
 DEFAULT_KV_CACHE_BYTES = 1 << 30
@@ -46,7 +48,10 @@ DEFAULT_KV_CACHE_BYTES = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class BuildRequest:
-    """What a user asks `pelton build` for; None lets `resolve` choose."""
+    """What a user asks `pelton build` for; None lets `resolve` choose.
+
+    `frontend`: what hands the graph to TensorRT; only `--target tensorrt` has the choice.
+    """
 
     model: str
     output: Path | None = None
@@ -59,6 +64,7 @@ class BuildRequest:
     kv_cache_bytes: int = DEFAULT_KV_CACHE_BYTES
     quantize: str | None = None
     gpus: tuple[str, ...] = ()
+    frontend: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,6 +183,7 @@ def resolve(request: BuildRequest) -> BuildPlan:
 
 
 def _target(request: BuildRequest) -> Target:
+    _check_frontend(request)
     if request.target == "cpu":
         if request.gpus:
             raise BuildError("gpu: the cpu target has none; --gpu goes with --target tensorrt-rtx")
@@ -189,8 +196,24 @@ def _target(request: BuildRequest) -> Target:
             raise BuildError(
                 f"target: {request.target} needs {error.name}: `pip install 'pelton[rtx]'`"
             ) from error
-        return TensorRTTarget(request.target, gpus=request.gpus, scheme=request.quantize)
+        return TensorRTTarget(
+            request.target, gpus=request.gpus, scheme=request.quantize, frontend=request.frontend
+        )
     raise BuildError(f"target: {request.target!r} is unknown; choose one of {', '.join(TARGETS)}")
+
+
+def _check_frontend(request: BuildRequest) -> None:
+    if request.frontend is None:
+        return
+    if request.frontend not in FRONTENDS:
+        raise BuildError(f"frontend: {request.frontend!r} is unknown; choose one of {', '.join(FRONTENDS)}")
+    if request.target != TENSORRT:
+        raise BuildError(
+            f"frontend: only --target tensorrt has a choice of how the graph is handed over, {request.target} has not: "
+            "leave --frontend out"
+        )
+    if request.frontend == TORCH_TENSORRT:
+        require_torch_tensorrt()
 
 
 def _quantization(request: BuildRequest) -> Quantization | None:

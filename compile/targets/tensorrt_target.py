@@ -56,8 +56,10 @@ class TensorRTTarget:
     def command_options(self) -> Mapping[str, object]:
         return {"--gpu": ",".join(self._options.gpus)} if self._options.gpus else {}
 
-    def plan_memory(self, config: Any, facts: ModelFacts, limits: Limits, dtype: torch.dtype) -> MemoryPlan:
-        return plan_gpu_memory(facts, limits, dtype)
+    def plan_memory(
+        self, config: Any, facts: ModelFacts, limits: Limits, dtype: torch.dtype, weights: int
+    ) -> MemoryPlan:
+        return plan_gpu_memory(facts, limits, dtype, weights)
 
     def explain(
         self, geometry: tuple[KVGeometry, ...], limits: Limits, num_blocks: int

@@ -50,6 +50,7 @@ class PackedLinears:
         return {
             "method": self.format.method,
             "group_size": self.format.group_size,
+            "act_order": self.format.act_order,
             "num_layers": len(self.layers),
         }
 
@@ -58,10 +59,10 @@ class PackedLinears:
         return {layer.module: layer.num_bytes for layer in self.layers.values()}
 
     def __str__(self) -> str:
-        groups = "one group" if self.format.group_size == -1 else f"groups of {self.format.group_size}"
-        return (
-            f"{len(self.layers)} linear layers as the {self.format.method} checkpoint stores them, {groups}"
-        )
+        method, size = self.format.method, self.format.group_size
+        groups = "one group" if size == -1 else f"groups of {size}"
+        order = ", act-order" if self.format.act_order else ""
+        return f"{len(self.layers)} linear layers as the {method} checkpoint stores them, {groups}{order}"
 
 
 def find_layers(
@@ -179,4 +180,4 @@ def _bytes(shape: tuple[int, int], tensors: Mapping[str, TensorInfo], packed: Pa
         out_features, in_features, packed.group_size,
         has_zeros=not packed.symmetric, scale_bytes=tensors["scales"].dtype.itemsize,
     )  # fmt: skip
-    return weight + (in_features * _INT32_BYTES if "g_idx" in tensors else 0)
+    return weight + (in_features * _INT32_BYTES if packed.act_order else 0)

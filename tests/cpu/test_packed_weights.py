@@ -204,10 +204,11 @@ def test_formats_are_read_from_the_config() -> None:
     awq = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "GEMM"}
     assert read_format(awq) == PackedFormat("awq", 128)
     gptq = {"quant_method": "gptq", "bits": 4, "group_size": -1, "desc_act": True, "sym": True}
-    assert read_format(gptq) == PackedFormat("gptq", -1, True)
-    assert read_format(gptq | {"checkpoint_format": "gptq_v2", "sym": False}) == PackedFormat(
-        "gptq_v2", -1, False
-    )
+    assert read_format(gptq) == PackedFormat("gptq", -1, True, act_order=True)
+    other = gptq | {"checkpoint_format": "gptq_v2", "sym": False, "desc_act": False}
+    assert read_format(other) == PackedFormat("gptq_v2", -1, False)
+    plain = awq | {"modules_not_to_convert": ["lm_head"]}
+    assert read_format(plain) == PackedFormat("awq", 128, plain=("lm_head",))
 
 
 @pytest.mark.parametrize(

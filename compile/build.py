@@ -32,6 +32,7 @@ from .bundle import (
 from .checkpoint import Checkpoint, load_model, open_checkpoint, write_serving_files
 from .export import check_windows, export, kv_geometry
 from .memory import MemoryPlan
+from .merge_quantized import merge_quantized_siblings
 from .model_loading import empty_model
 from .progress import Progress
 from .proof import MAX_PROVED_WINDOW, compare, exported_step, record
@@ -265,6 +266,9 @@ def _build_into(staging: Path, plan: BuildPlan, progress: Progress) -> Manifest:
         progress.note(f"{count} linear layers")
     with progress.stage("export"):
         program = export(model, block_size=block_size)
+        num_merged = merge_quantized_siblings(program)
+    if num_merged:
+        progress.note(f"{num_merged} quantised layers merged into others that read the same tensor")
     nodes = program.graph.find_nodes(op="call_function", target=PAGED_ATTENTION)
     layer_windows = [attention_of(node).window for node in nodes]
     check_windows(model.config, layer_windows)

@@ -164,9 +164,10 @@ def _merge(program: ExportedProgram, weights: _Weights, kind: _Operator, group: 
         outputs[-1].meta = _origin(node) | {"val": values[index]}
     parts.meta = _origin(first) | {"val": values}
     first.meta = _origin(first) | {"val": values[0].new_empty((*values[0].shape[:-1], sum(sizes)))}
-    first.replace_all_uses_with(outputs[0], delete_user_cb=lambda user: user is not parts)
-    for node, output in zip(group[1:], outputs[1:], strict=True):
-        node.replace_all_uses_with(output)
+    for node, output in zip(group, outputs, strict=True):
+        node.replace_all_uses_with(output, delete_user_cb=lambda user: user is not parts)
+        program.graph_signature.replace_all_uses(node.name, output.name)
+    for node in group[1:]:
         own = [argument for argument in node.args[1:] if isinstance(argument, Node)]
         graph.erase_node(node)
         for argument in own:

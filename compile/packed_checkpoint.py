@@ -100,7 +100,7 @@ def find_layers(
         module = target.removesuffix(".weight")
         if not isinstance(model.get_submodule(module), nn.Linear):
             kind = type(model.get_submodule(module)).__name__
-            raise BuildError(f"{source}: {name} is packed, but is a {kind} in the model and no linear layer")
+            raise BuildError(f"{source}: {name} is packed, but no linear layer of the model ({kind})")
         wanted = tuple(expected[target].shape)
         if shape != wanted:
             raise BuildError(

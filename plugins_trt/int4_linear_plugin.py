@@ -8,8 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from .plugin import Described, Fields, Launch, Operator, Output
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 # Chosen by the shapes of each call; the tactics of fixed tiles follow it.
 _BY_SHAPES = 1
@@ -41,18 +45,21 @@ def _tactics(inputs: Sequence[Described], fields: Fields) -> list[int]:
     ]
 
 
-def _enqueue(launch: Launch) -> None:
-    import torch
+def by_kind(options: Sequence[Tensor]) -> tuple[Tensor | None, Tensor | None]:
+    """zeros and perm, of the inputs that follow the scales."""
+    named = {str(option.dtype): option for option in options}
+    return named.get("torch.int8"), named.get("torch.int32")
 
+
+def _enqueue(launch: Launch) -> None:
     from .int4_linear_tactics import TACTICS
     from .int4_linear_triton import int4_linear
 
     with launch.on_stream():
         x, qweight, scales, *options = (buffer.as_tensor() for buffer in launch.inputs)
-        by_dtype = {option.dtype: option for option in options}
+        zeros, perm = by_kind(options)
         int4_linear(
-            x, qweight, scales, by_dtype.get(torch.int8), int(launch.fields["group_size"]),
-            perm=by_dtype.get(torch.int32),
+            x, qweight, scales, zeros, int(launch.fields["group_size"]), perm=perm,
             tactic=None if launch.tactic <= _BY_SHAPES else TACTICS[launch.tactic - 2],
             out=launch.outputs[0].as_tensor(),
         )  # fmt: skip

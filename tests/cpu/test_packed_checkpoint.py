@@ -18,7 +18,8 @@ from transformers import AutoModelForCausalLM
 
 from pelton.compile.build import BuildRequest, resolve
 from pelton.compile.checkpoint import load_model, open_checkpoint
-from pelton.compile.model_loading import empty_model
+from pelton.compile.model_loading import empty_model, load_tensors
+from pelton.compile.packed_checkpoint import placeholders
 from pelton.compile.quantize import Int4Linear
 from pelton.compile.weight_plan import WeightPlan
 from pelton.errors import BuildError
@@ -70,7 +71,7 @@ def packed_llama(path: Path, method: str = "gptq", group_size: int = 32, **optio
 
 def invoke(*arguments: str | Path) -> tuple[int, str]:
     """Run the command line in this process; exit status and what it wrote."""
-    result = CliRunner().invoke(main, ["build", *map(str, arguments)])
+    result = CliRunner().invoke(main, [*map(str, arguments)])
     return result.exit_code, result.output
 
 
@@ -102,11 +103,20 @@ def test_a_packed_model_is_the_dequantised_one(
 def test_no_weight_is_held_that_the_plan_does_not_count(tmp_path: Path) -> None:
     path = packed_llama(tmp_path / "packed", act_order=True)
     checkpoint = open_checkpoint(str(path))
+    packed = checkpoint.packed
+    assert packed is not None
+    with checkpoint.weights.open() as tensors:
+        stand_ins = placeholders(tensors, packed, torch.float16)
+        model = load_tensors(checkpoint.config, stand_ins, torch.float16, "packed")
+    for layer in packed.layers.values():
+        weight = model.get_submodule(layer.module).weight
+        assert weight.shape == layer.shape
+        assert weight.untyped_storage().nbytes() == 2, "one element, also after transformers has loaded it"
     model = load_model(checkpoint, torch.float16)
     kinds = [type(module) for name, module in model.named_modules() if name.endswith("_proj")]
     assert kinds == [Int4Linear] * 14
     held = {t.untyped_storage().data_ptr(): t.nbytes for t in [*model.parameters(), *model.buffers()]}
-    planned = WeightPlan(None, checkpoint.packed).num_bytes(empty_model(checkpoint.config), 2, torch.float16)
+    planned = WeightPlan(None, packed).num_bytes(empty_model(checkpoint.config), 2, torch.float16)
     assert planned == pytest.approx(sum(held.values()), rel=0.01)
     assert not any(torch.isnan(parameter).any() for parameter in model.parameters())
 
@@ -284,25 +294,24 @@ def test_a_config_without_packed_tensors_is_refused(tmp_path: Path) -> None:
 def test_other_formats_are_refused_by_name(change: dict[str, Any], message: str, tmp_path: Path) -> None:
     path = tiny_checkpoint("llama", tmp_path / "packed")
     say_how(path, quantization_config("gptq", 32) | change)
-    code, output = invoke(path, "--dry-run")
+    code, output = invoke("build", path, "--dry-run")
     assert code == 2
     assert f"config.json: quantization_config: {message}" in output
     assert "or the original one with --quantize" in output
 
 
 def test_the_cpu_target_refuses_with_what_to_do(tmp_path: Path) -> None:
-    done = pelton("build", packed_llama(tmp_path / "packed"), "-o", tmp_path / "out")
-    assert done.returncode == 2
-    assert "gptq weights of 4 bits, and the cpu target has no quantised kernels yet" in done.stderr
-    assert "--target tensorrt-rtx, or the original checkpoint" in done.stderr
-    assert "Traceback" not in done.stderr
+    code, output = invoke("build", packed_llama(tmp_path / "packed"), "-o", tmp_path / "out")
+    assert code == 2
+    assert "gptq weights of 4 bits, and the cpu target has no quantised kernels yet" in output
+    assert "--target tensorrt-rtx, or the original checkpoint" in output
     assert not (tmp_path / "out").exists()
 
 
 @needs_rtx
 def test_what_is_quantised_is_not_quantised_again(tmp_path: Path) -> None:
     path = packed_llama(tmp_path / "packed", "awq")
-    code, output = invoke(path, "--target", TENSORRT_RTX, "--quantize", "int4", "--dry-run")
+    code, output = invoke("build", path, "--target", TENSORRT_RTX, "--quantize", "int4", "--dry-run")
     assert code == 2
     assert "awq weights of 4 bits already; leave --quantize out" in output
 
@@ -310,7 +319,7 @@ def test_what_is_quantised_is_not_quantised_again(tmp_path: Path) -> None:
 @needs_rtx
 def test_the_dry_run_says_int4_and_where_it_comes_from(tmp_path: Path) -> None:
     path = packed_llama(tmp_path / "packed", act_order=True)
-    code, output = invoke(path, "--target", TENSORRT_RTX, "--dry-run")
+    code, output = invoke("build", path, "--target", TENSORRT_RTX, "--dry-run")
     assert code == 0, output
     rows = dict(line.split(maxsplit=1) for line in output.splitlines() if line.count(" ") > 3)
     assert (
@@ -353,6 +362,9 @@ def test_a_packed_checkpoint_becomes_a_plan(tmp_path: Path) -> None:
         "scheme": "int4", "method": "gptq", "group_size": 32, "act_order": True, "num_layers": 14,
     }  # fmt: skip
     assert [proof["subject"] for proof in manifest["quality"]["proofs"]] == ["exported graph"]
+    code, output = invoke("inspect", out)
+    assert code == 0, output
+    assert "act_order=True, group_size=32, method=gptq, num_layers=14, scheme=int4" in output
     layers = json.loads((out / "engine.json").read_text())["layers"]
     names = [name for name, kind, _ in layers if kind == "pelton::int4_linear"]
     # Q/K/V and gate/up of each layer are one.

@@ -60,10 +60,11 @@ _SCHEMAS = (
         (("out", "T"), ("k_cache_out", "C"), ("v_cache_out", "C")),
         {"scale": _FLOAT, "window": _INT, "soft_cap": _FLOAT},
     ),
-    # A symmetric weight has no zeros: the last input is left out then.
+    # The options are zeros, perm, both or none, as the weight has them: TensorRT refuses a plugin's input that is left
+    # out before another one.
     NodeSchema(
         "int4_linear",
-        (("x", "T"), ("qweight", "Q"), ("scales", "S"), ("zeros", "Q")),
+        (("x", "T"), ("qweight", "Q"), ("scales", "S"), ("option_0", "A"), ("option_1", "B")),
         (("out", "T"),),
         {"group_size": _INT},
         num_required=3,
@@ -119,9 +120,11 @@ def _translations(opset: Any) -> dict[Callable[..., Any], Callable[..., Any]]:
             scale=scale, window=window, soft_cap=soft_cap,
         )  # fmt: skip
 
-    def int4_linear(x: Any, qweight: Any, scales: Any, zeros: Any, group_size: int) -> Any:
-        weights = (qweight, scales) if zeros is None else (qweight, scales, zeros)
-        return opset.int4_linear(x, *weights, group_size=group_size)
+    def int4_linear(
+        x: Any, qweight: Any, scales: Any, zeros: Any, group_size: int, bias: None = None, perm: Any = None
+    ) -> Any:
+        options = [option for option in (zeros, perm) if option is not None]
+        return opset.int4_linear(x, qweight, scales, *options, group_size=group_size)
 
     def fp8_linear(x: Any, weight: Any, weight_scale: Any, input_scale: None) -> Any:
         return opset.fp8_linear(x, weight, weight_scale)

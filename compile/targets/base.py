@@ -61,8 +61,10 @@ class Target(Protocol):
         ...
 
     def plan_memory(
-        self, config: Any, facts: ModelFacts, limits: Limits, dtype: torch.dtype
-    ) -> MemoryPlan: ...
+        self, config: Any, facts: ModelFacts, limits: Limits, dtype: torch.dtype, weights: int
+    ) -> MemoryPlan:
+        """`weights`: bytes of the model's parameters as they are built, quantised or not."""
+        ...
 
     def explain(
         self, geometry: tuple[KVGeometry, ...], limits: Limits, num_blocks: int

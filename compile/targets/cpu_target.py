@@ -63,7 +63,9 @@ class CpuTarget:
     def command_options(self) -> Mapping[str, object]:
         return {}
 
-    def plan_memory(self, config: Any, facts: ModelFacts, limits: Limits, dtype: torch.dtype) -> MemoryPlan:
+    def plan_memory(
+        self, config: Any, facts: ModelFacts, limits: Limits, dtype: torch.dtype, weights: int
+    ) -> MemoryPlan:
         soft_cap = getattr(config, "attn_logit_softcapping", None) or 0.0
         has_tiles = uses_tiles(dtype, [soft_cap])
         return plan_memory(

@@ -74,8 +74,10 @@ class TensorRTTarget:
             options["--frontend"] = self._frontend
         return options
 
-    def plan_memory(self, config: Any, facts: ModelFacts, limits: Limits, dtype: torch.dtype) -> MemoryPlan:
-        return plan_gpu_memory(facts, limits, dtype)
+    def plan_memory(
+        self, config: Any, facts: ModelFacts, limits: Limits, dtype: torch.dtype, weights: int
+    ) -> MemoryPlan:
+        return plan_gpu_memory(facts, limits, dtype, weights)
 
     def explain(
         self, geometry: tuple[KVGeometry, ...], limits: Limits, num_blocks: int

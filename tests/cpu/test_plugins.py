@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from pelton.plugins_trt.fp8_linear_plugin import FP8_LINEAR_PLUGIN
-from pelton.plugins_trt.int4_linear_plugin import INT4_LINEAR_PLUGIN
+from pelton.plugins_trt.int4_linear_plugin import INT4_LINEAR_PLUGIN, by_kind
 from pelton.plugins_trt.paged_attention_plugin import PAGED_ATTENTION_PLUGIN, _typical_step
 from pelton.plugins_trt.plugin import Described, Operator
 
@@ -28,6 +28,9 @@ INDICES = ["int32"] * 3
         (PAGED_ATTENTION_PLUGIN, ["float16"] * 4 + ["int8"] + INDICES, ["float16"] * 2 + ["int8"], False),
         (INT4_LINEAR_PLUGIN, ["float16", "int8", "float16", "int8"], ["float16"], True),
         (INT4_LINEAR_PLUGIN, ["bfloat16", "int8", "float16"], ["bfloat16"], True),
+        (INT4_LINEAR_PLUGIN, ["float16", "int8", "float16", "int32"], ["float16"], True),
+        (INT4_LINEAR_PLUGIN, ["float16", "int8", "float16", "int8", "int32"], ["float16"], True),
+        (INT4_LINEAR_PLUGIN, ["float16", "int8", "float16", "int32", "int8"], ["float16"], False),
         (INT4_LINEAR_PLUGIN, ["float16", "int32", "float16"], ["float16"], False),
         (FP8_LINEAR_PLUGIN, ["float16", "float8_e4m3fn", "float32"], ["float16"], True),
         (FP8_LINEAR_PLUGIN, ["float16", "int8", "float32"], ["float16"], False),
@@ -35,6 +38,14 @@ INDICES = ["int32"] * 3
 )
 def test_dtypes(operator: Operator, inputs: list[str], outputs: list[str], accepted: bool) -> None:
     assert operator.accepts(inputs, outputs) is accepted
+
+
+def test_zero_points_and_order_are_told_apart() -> None:
+    zeros, perm = torch.zeros(2, 8, dtype=torch.int8), torch.arange(64, dtype=torch.int32)
+    assert by_kind([]) == (None, None)
+    assert by_kind([zeros]) == (zeros, None)
+    assert by_kind([perm]) == (None, perm)
+    assert by_kind([zeros, perm]) == (zeros, perm)
 
 
 def step(tokens: int, batch: int) -> list[Described]:

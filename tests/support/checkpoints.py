@@ -73,6 +73,30 @@ MORE_FAMILIES: dict[str, dict[str, Any]] = {
     "gpt_neox": {"rotary_pct": 0.5},
     "opt": {"ffn_dim": 96, "word_embed_proj_dim": 64},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "qwen3_moe": {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 48, "norm_topk_prob": True},
+    # Experts in the second layer only, one beside them that every token passes, router weights that do not add up to 1.
+    "qwen2_moe": {
+        "num_experts": 5,
+        "num_experts_per_tok": 1,
+        "moe_intermediate_size": 40,
+        "shared_expert_intermediate_size": 56,
+        "decoder_sparse_step": 2,
+    },
+    # Latent attention: keys of 8 + 16 features, values of 20. The first layer is dense.
+    "deepseek_v3": {
+        "num_key_value_heads": 4,
+        "q_lora_rank": 24,
+        "kv_lora_rank": 32,
+        "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 16,
+        "v_head_dim": 20,
+        "n_routed_experts": 8,
+        "n_group": 4,
+        "topk_group": 2,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 48,
+        "first_k_dense_replace": 1,
+    },
 }
 
 

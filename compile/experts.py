@@ -7,6 +7,8 @@ transformers calls `experts(module, hidden_states, top_k_index, top_k_weights)` 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.fx import Graph
@@ -65,11 +67,12 @@ def activation_of(name: str, experts: nn.Module) -> str:
     Raises `BuildError` with the reason if the operator does not express what the module computes.
     """
     reasons = [text for attribute, wanted, text in _LAYOUT if getattr(experts, attribute) is not wanted]
-    if type(experts)._apply_gate.__module__ != type(ALL_EXPERTS_FUNCTIONS).__module__:
-        reasons.append("with a gate of their own")
-    known = {type(ACT2FN[key]): activation for key, activation in _ACTIVATIONS.items()}
+    gate: Any = type(experts)._apply_gate  # type: ignore[attr-defined]  # transformers' own unless the class has one
     function = type(getattr(experts, "act_fn", None))
-    if function not in known:
+    known = {type(ACT2FN[key]): activation for key, activation in _ACTIVATIONS.items()}
+    if gate.__module__ != type(ALL_EXPERTS_FUNCTIONS).__module__:
+        reasons.append("with a gate of their own")
+    elif function not in known:
         reasons.append(f"with {function.__name__} for an activation")
     if reasons:
         raise BuildError(

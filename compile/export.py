@@ -149,9 +149,11 @@ def first_line(error: Exception) -> str:
 
 def kv_geometry(config: Any) -> tuple[KVGeometry, ...]:
     """Pages of each layer, from a transformers config."""
-    if getattr(config, "kv_lora_rank", None):  # latent attention, whose keys and values are expanded for every head
-        head_dim = config.qk_nope_head_dim + config.qk_rope_head_dim
-        return (KVGeometry(config.num_attention_heads, head_dim),) * config.num_hidden_layers
+    if getattr(
+        config, "kv_lora_rank", None
+    ):  # latent attention, whose keys and values are expanded for every head
+        width = config.qk_nope_head_dim + config.qk_rope_head_dim
+        return tuple(KVGeometry(config.num_attention_heads, width) for _ in range(config.num_hidden_layers))
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     num_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     return tuple(KVGeometry(num_heads, head_dim) for _ in range(config.num_hidden_layers))

@@ -21,19 +21,19 @@ def quantize_experts(model: nn.Module, layers_prefix: str, quantization: Quantiz
     for name, module in names.items():
         activation = activation_of(name, module)
         try:
-            stacks = [
-                _quantized(getattr(module, leaf).detach(), quantization)
-                for leaf in ("gate_up_proj", "down_proj")
-            ]
+            gate_up, down = (
+                _quantized(module.get_parameter(f"{kind}_proj"), quantization) for kind in ("gate_up", "down")
+            )
         except ValueError as error:
             raise BuildError(f"{name}: {error}") from error
         parent, _, leaf = name.rpartition(".")
-        setattr(model.get_submodule(parent), leaf, QuantizedExperts(*stacks, activation))
+        setattr(model.get_submodule(parent), leaf, QuantizedExperts(gate_up, down, activation))
     _refuse_others(model, layers_prefix)
     return len(names)
 
 
 def _quantized(weights: Tensor, quantization: Quantization) -> Stack:
+    weights = weights.detach()
     if quantization.scheme == "int4":
         return stack_int4(weights, quantization.group_size, quantization.symmetric)
     return stack_fp8(weights)
@@ -44,5 +44,5 @@ def _refuse_others(model: nn.Module, layers_prefix: str) -> None:
     for name, parameter in model.named_parameters():
         if name.startswith(f"{layers_prefix}.") and parameter.ndim > 2:
             raise BuildError(
-                f"quantize: {name} holds a stack of weights in a form that is not supported; build it without --quantize"
+                f"quantize: {name} is a stack of weights of a form that is not supported; build without --quantize"
             )

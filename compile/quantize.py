@@ -6,6 +6,7 @@ operators and the proof runs their PyTorch references.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -111,18 +112,22 @@ def decoder_linears(model: nn.Module, layers_prefix: str) -> list[str]:
     return names
 
 
-def quantized_bytes(model: nn.Module, layers_prefix: str, quantization: Quantization) -> dict[str, int]:
-    """What the weight of each layer that `quantize_linears` would replace takes then; `model` may be on `meta`."""
-    sizes = {}
-    for name in decoder_linears(model, layers_prefix):
-        out_features, in_features = _linear(model, name).weight.shape
-        if quantization.scheme == "int4":
-            sizes[name] = int4_bytes(
-                out_features, in_features, quantization.group_size, has_zeros=not quantization.symmetric
-            )
-        else:
-            sizes[name] = out_features * (in_features + torch.float32.itemsize)
-    return sizes
+def linear_bytes(model: nn.Module, layers_prefix: str, quantization: Quantization) -> dict[str, int]:
+    """What each weight that `quantize_linears` would replace takes then, by name; `model` may be on `meta`."""
+    linears = decoder_linears(model, layers_prefix)
+    return {f"{name}.weight": matrix_bytes(_linear(model, name).weight, quantization) for name in linears}
+
+
+def matrix_bytes(weight: Tensor, quantization: Quantization) -> int:
+    """Bytes of `weight` `[..., N, K]` once quantised; it may be on `meta`."""
+    *stack, out_features, in_features = weight.shape
+    if quantization.scheme == "int4":
+        size = int4_bytes(
+            out_features, in_features, quantization.group_size, has_zeros=not quantization.symmetric
+        )
+    else:
+        size = out_features * (in_features + torch.float32.itemsize)
+    return math.prod(stack) * size
 
 
 def int4_bytes(

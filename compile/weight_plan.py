@@ -12,7 +12,8 @@ from torch import nn
 
 from ..errors import BuildError
 from .packed_checkpoint import PackedLinears
-from .quantize import Quantization, quantized_bytes
+from .quantize import Quantization, linear_bytes
+from .quantize_experts import expert_bytes
 from .segments import layer_prefix
 
 
@@ -57,9 +58,13 @@ class WeightPlan:
         """Bytes of the weights that the bundle will hold, tied ones once. `model`: not quantised, may be on `meta`."""
         quantized: dict[str, int] = {}
         if self.packed is not None:
-            quantized = self.packed.num_bytes()
+            quantized = {f"{module}.weight": size for module, size in self.packed.num_bytes().items()}
         elif self.quantization is not None:
-            quantized = quantized_bytes(model, layer_prefix(model, num_layers), self.quantization)
-        replaced = sum(model.get_submodule(name).get_parameter("weight").numel() for name in quantized)
+            prefix = layer_prefix(model, num_layers)
+            quantized = {
+                **linear_bytes(model, prefix, self.quantization),
+                **expert_bytes(model, prefix, self.quantization),
+            }
+        replaced = sum(model.get_parameter(name).numel() for name in quantized)
         parameters = sum(parameter.numel() for parameter in model.parameters())
         return (parameters - replaced) * dtype.itemsize + sum(quantized.values())

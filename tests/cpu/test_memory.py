@@ -15,6 +15,7 @@ from pelton.compile.bundle import Limits, ModelFacts
 from pelton.compile.memory import plan_memory
 from pelton.compile.model_loading import empty_model
 from pelton.compile.quantize import Quantization, quantize_linears
+from pelton.compile.quantize_experts import quantize_experts
 from pelton.compile.weight_plan import WeightPlan
 from pelton.plugins_trt.paged_attention_cpu import attend, pack_work
 from support.checkpoints import tiny_checkpoint, tiny_model
@@ -132,5 +133,18 @@ def test_quantised_weights_are_planned_as_they_are_stored(
     planned = WeightPlan(quantization, None).num_bytes(empty_model(model.config), 2, torch.bfloat16)
     if quantization is not None:
         assert quantize_linears(model, "model.layers", quantization) == 14
+    held = {t.untyped_storage().data_ptr(): t.nbytes for t in [*model.parameters(), *model.buffers()]}
+    assert planned == pytest.approx(sum(held.values()), rel=0.01)
+
+
+@pytest.mark.parametrize(
+    "quantization", [Quantization("int4", 32), Quantization("int4", -1, symmetric=True), Quantization("fp8")],
+    ids=str,
+)  # fmt: skip
+def test_quantised_experts_are_planned_as_they_are_stored(quantization: Quantization) -> None:
+    model = tiny_model("mixtral", hidden_size=64, intermediate_size=96).to(torch.bfloat16)
+    planned = WeightPlan(quantization, None).num_bytes(empty_model(model.config), 2, torch.bfloat16)
+    quantize_linears(model, "model.layers", quantization)
+    assert quantize_experts(model, "model.layers", quantization) == 2
     held = {t.untyped_storage().data_ptr(): t.nbytes for t in [*model.parameters(), *model.buffers()]}
     assert planned == pytest.approx(sum(held.values()), rel=0.01)

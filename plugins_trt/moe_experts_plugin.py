@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 # Chosen by the shapes of each call; the tactics of fixed tiles follow it.
 _BY_SHAPES = 1
+_EXPERT_IDS, _GATE_UP = 2, 3  # among the inputs
 _FLOATS = ("float16", "bfloat16", "float32")
 
 
@@ -58,24 +59,29 @@ def _tactics(inputs: Sequence[Described], fields: Fields) -> list[int]:
 
 
 def _enqueue(launch: Launch) -> None:
+    with launch.on_stream():
+        tensors = [buffer.as_tensor() for buffer in launch.inputs]
+        if launch.is_timing:
+            tensors[_EXPERT_IDS] = _typical_routes(tensors[_EXPERT_IDS], tensors[_GATE_UP].shape[0])
+        run(tensors, launch.fields, launch.tactic, launch.outputs[0].as_tensor())
+
+
+def run(tensors: Sequence[Tensor], fields: Fields, tactic: int, out: Tensor) -> None:
+    """The operator on the plugin's inputs, with its fields and one of its tactics."""
     from .moe_experts import ACTIVATIONS, Stack
     from .moe_experts_tactics import TACTICS
     from .moe_experts_triton import moe_experts
 
-    with launch.on_stream():
-        tensors = [buffer.as_tensor() for buffer in launch.inputs]
-        x, router_weights, expert_ids, gate_up, down, *optional = tensors
-        if launch.is_timing:
-            expert_ids = _typical_routes(expert_ids, gate_up.shape[0])
-        scales, zeros = optional[:2] or (None, None), optional[2:] or (None, None)
-        group_size = int(launch.fields["group_size"])
-        moe_experts(
-            x, router_weights, expert_ids,
-            Stack(gate_up, scales[0], zeros[0], group_size), Stack(down, scales[1], zeros[1], group_size),
-            ACTIVATIONS[int(launch.fields["activation"])],
-            tactic=None if launch.tactic <= _BY_SHAPES else TACTICS[launch.tactic - 2],
-            out=launch.outputs[0].as_tensor(),
-        )  # fmt: skip
+    x, router_weights, expert_ids, gate_up, down, *optional = tensors
+    scales, zeros = optional[:2] or (None, None), optional[2:] or (None, None)
+    group_size = int(fields["group_size"])
+    moe_experts(
+        x, router_weights, expert_ids,
+        Stack(gate_up, scales[0], zeros[0], group_size), Stack(down, scales[1], zeros[1], group_size),
+        ACTIVATIONS[int(fields["activation"])],
+        tactic=None if tactic <= _BY_SHAPES else TACTICS[tactic - _BY_SHAPES - 1],
+        out=out,
+    )  # fmt: skip
 
 
 def _typical_routes(expert_ids: Tensor, num_experts: int) -> Tensor:

@@ -68,6 +68,14 @@ def test_the_default_tactic_equals_the_reference(
     assert [case for case in errors if case[1] > 1] == []
 
 
+@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.parametrize("form", CASES)
+def test_the_plugin_hands_its_inputs_to_the_kernels(
+    interpreted: Callable[..., Any], form: str, seed: int
+) -> None:
+    assert interpreted(moe_kernels.plugin_error, form, seed) <= 1
+
+
 @pytest.mark.parametrize("form", CASES)
 def test_padding_does_not_reach_other_rows(interpreted: Callable[..., Any], form: str) -> None:
     beside, alone = interpreted(moe_kernels.with_and_without_padding, form)

@@ -173,6 +173,25 @@ def _to_e4m3(rows: Tensor) -> Tensor:
     return _e4m3(rows / _scale(rows)) * _scale(rows)
 
 
+def plugin_error(form: str, seed: int) -> float:
+    """Of a random float16 call through the plugin's inputs and fields, with its last tactic."""
+    from pelton.plugins_trt.moe_experts_plugin import MOE_EXPERTS_PLUGIN, run
+    from pelton.plugins_trt.plugin import Described
+
+    case = random_case(torch.Generator().manual_seed(seed), form, torch.float16, seed)
+    gate_up, down = case.gate_up, case.down
+    optional = (gate_up.scales, down.scales, gate_up.zeros, down.zeros)
+    tensors = [case.x, case.router_weights, case.expert_ids, gate_up.weight, down.weight]
+    tensors += [tensor for tensor in optional if tensor is not None]
+    dtypes = [str(tensor.dtype).removeprefix("torch.") for tensor in tensors]
+    assert MOE_EXPERTS_PLUGIN.accepts(dtypes, ["float16"])
+    fields = {"activation": ACTIVATIONS.index(case.activation), "group_size": gate_up.group_size}
+    described = [Described(tuple(t.shape), dtype) for t, dtype in zip(tensors, dtypes, strict=True)]
+    out = Poisoned(*case.x.shape, torch.float16)
+    run(tensors, fields, MOE_EXPERTS_PLUGIN.tactics(described, fields)[-1], out.view)
+    return out.error(case.reference(torch.float64), *_allowances(case, torch.float16))
+
+
 def with_and_without_padding(form: str) -> tuple[Tensor, Tensor]:
     """The first rows' output beside rows of garbage (NaN, infinity), and alone."""
     case = random_case(torch.Generator().manual_seed(3), form, torch.float16, 0)

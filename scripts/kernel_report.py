@@ -101,7 +101,8 @@ def page(rows: Sequence[Needs]) -> str:
         "",
         "    python -m pelton.scripts.kernel_report -o docs/kernels.md",
         "",
-        f"compiles Pelton's Triton kernels ahead of time, with no GPU, and writes this page (Triton {version('triton')}).",
+        "compiles Pelton's Triton kernels ahead of time, with no GPU, and writes this page "
+        f"(Triton {version('triton')}).",
         "A cell has the registers of a thread (of 255) and the KiB of shared memory of a program. Where threads spill",
         "registers to memory, the bytes that each stores and loads are behind it in bold.",
         "",

@@ -20,6 +20,7 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
 # Tests of kernels and of whole TensorRT engines, which `make test EXTRAS=dev,rtx` runs.
 _NEEDS_RTX = {
     "test_fp8_linear.py",
+    "test_gpu_check.py",
     "test_int4_linear.py",
     "test_moe_experts.py",
     "test_packed_weights.py",

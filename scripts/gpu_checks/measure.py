@@ -69,7 +69,7 @@ class CudaTimer:
         self._device = device
         self._repeats = repeats
         self._warmups = warmups
-        cache_bytes = torch.cuda.get_device_properties(device).L2_cache_size
+        cache_bytes = _l2_cache_bytes(device)
         self._flushed = torch.empty(max(2 * cache_bytes, 64 * _MIB), dtype=torch.uint8, device=device)
 
     def seconds(self, run: Callable[[], object], *, is_cold: bool = False) -> float:
@@ -132,7 +132,7 @@ def product_ceiling(device: torch.device, timer: Timer, dtype: torch.dtype, size
 def float8_ceiling(device: torch.device, timer: Timer, size: int) -> list[Record]:
     """As `product_ceiling`, by `torch._scaled_mm`; raises what that raises where there is none."""
     a, b = (torch.randn(size, size, device=device).to(torch.float8_e4m3fn) for _ in range(2))
-    seconds = timer.seconds(lambda: scaled_mm(a, b, torch.bfloat16))
+    seconds = timer.seconds(float8_product(a, b, torch.bfloat16))
     return [Fact(f"float8_e4m3fn{PRODUCTS}", 2 * size**3 / seconds)]
 
 
@@ -146,10 +146,10 @@ def ceilings_of(facts: Mapping[str, Any]) -> Ceilings | None:
     return Ceilings(facts[BANDWIDTH], products)
 
 
-def scaled_mm(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:
-    """`a @ b^T` of float8 tensors with the scale 1, by cuBLAS."""
+def float8_product(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Callable[[], Tensor]:
+    """What computes `a @ b^T` of float8 tensors with the scale 1, by cuBLAS."""
     one = torch.ones((), device=a.device)
-    return torch._scaled_mm(a, b.t(), scale_a=one, scale_b=one, out_dtype=out_dtype)
+    return lambda: torch._scaled_mm(a, b.t(), scale_a=one, scale_b=one, out_dtype=out_dtype)
 
 
 def row_error(actual: Tensor, expected: Tensor) -> float:
@@ -192,8 +192,13 @@ def _device(device: torch.device) -> Iterator[Record]:
     yield Fact("compute_capability", f"{properties.major}.{properties.minor}")
     yield Fact("multiprocessors", properties.multi_processor_count)
     yield Fact("memory_bytes", properties.total_memory)
-    yield Fact("l2_cache_bytes", properties.L2_cache_size)
+    yield Fact("l2_cache_bytes", _l2_cache_bytes(device))
     yield Fact("driver", _driver())
+
+
+def _l2_cache_bytes(device: torch.device) -> int:
+    """0 if torch does not tell."""
+    return int(getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 0))
 
 
 def _driver() -> str | None:

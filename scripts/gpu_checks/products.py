@@ -16,7 +16,7 @@ from ...plugins_trt import fp8_linear as fp8
 from ...plugins_trt import fp8_linear_tactics, int4_linear_tactics, moe_experts_tactics
 from ...plugins_trt import int4_linear as int4
 from ...plugins_trt import moe_experts as moe
-from .measure import Timer, arch_of, name_of, row_error, scaled_mm
+from .measure import Timer, arch_of, float8_product, name_of, row_error
 from .records import Accuracy, Record, Timing
 from .roofline import Work, experts_work, int4_scale_bytes, linear_work
 from .units import Unavailable, Unit
@@ -183,7 +183,7 @@ class Fp8Case:
             reference=lambda: fp8.fp8_linear(x.cpu().double(), *_on_cpu(arguments)),
             expected=lambda: _dequantised_product(x, *arguments),
             others={
-                "cublas (float8, activations quantised before)": lambda: scaled_mm(
+                "cublas (float8, activations quantised before)": float8_product(
                     quantised, weight.weight, self.dtype
                 ),
                 f"cublas ({name_of(self.dtype)} weights)": lambda: x @ whole.T,

@@ -26,6 +26,7 @@ MAX_RESTARTS = 8
 _MAX_LOG_LINES = 15
 _MAX_LOG_BYTES = 20_000
 _POLL_S = 0.2
+_KEPT = 1.5  # of what a later section needs at least
 _KILL_S = 30.0  # for what is left of a process group
 # Below this a process would spend all it has on starting.
 _LEAST_RESTART_S = 20.0
@@ -48,14 +49,12 @@ class Section:
 
 
 SECTIONS = (
-    Section("facts", "facts", "the machine and its ceilings", 20, 60, 30),
-    Section("attention", "kernels", "paged_attention against its reference", 30, 120, 40),
+    Section("facts", "facts", "the machine and its ceilings", 20, 70, 60),
+    Section("attention", "kernels", "paged_attention against its reference", 30, 120, 60),
+    Section("products", "kernels", "int4_linear, fp8_linear, moe_experts against references", 30, 90, 60),
+    Section("attention-speed", "kernels", "paged_attention against the roofline", 30, 110, 60),
     Section(
-        "products", "kernels", "int4_linear, fp8_linear, moe_experts against their references", 30, 90, 40
-    ),
-    Section("attention-speed", "kernels", "paged_attention against the roofline", 30, 110, 40),
-    Section(
-        "products-speed", "kernels", "int4_linear, fp8_linear, moe_experts against the roofline", 30, 110, 40
+        "products-speed", "kernels", "int4_linear, fp8_linear, moe_experts against the roofline", 30, 110, 60
     ),
     Section("cuda", "cuda", "target cuda end to end", 120, 300, 240),
     Section(TENSORRT, "tensorrt", "target tensorrt end to end", 120, 300, 240),
@@ -103,11 +102,11 @@ def unavailable_reason(section: Section, model: Path | None) -> str | None:
 
 
 def allot(section: Section, remaining: float, later: Sequence[Section]) -> float | None:
-    """Seconds for `section` of those that remain: what `later` ones need at least is kept for them, as far as that
-    leaves the section what it needs itself. None if not even that is there."""
+    """Seconds for `section` of those that remain: what `later` ones need is kept for them, as far as that leaves the
+    section what it needs itself. None if not even that is there."""
     if remaining < section.least_s:
         return None
-    kept = sum(other.least_s for other in later)
+    kept = _KEPT * sum(other.least_s for other in later)
     return min(section.most_s, max(section.least_s, remaining - kept))
 
 

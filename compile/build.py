@@ -34,6 +34,7 @@ from .memory import MemoryPlan
 from .progress import Progress
 from .proof import MAX_PROVED_WINDOW, compare, exported_step, record
 from .quantize import Quantization, quantize_linears
+from .quantize_experts import quantize_experts
 from .segments import PAGED_ATTENTION, attention_of, layer_prefix
 from .targets.base import Exported, Target
 from .targets.cpu_target import CpuTarget
@@ -244,10 +245,13 @@ def _build_into(staging: Path, plan: BuildPlan, progress: Progress) -> Manifest:
     geometry = kv_geometry(model.config)
     if plan.quantization is not None:
         with progress.stage(f"quantise to {plan.quantization.scheme}"):
-            count = quantize_linears(model, layer_prefix(model, len(geometry)), plan.quantization)
-        progress.note(f"{count} linear layers")
+            prefix = layer_prefix(model, len(geometry))
+            count = quantize_linears(model, prefix, plan.quantization)
+            num_experts = quantize_experts(model, prefix, plan.quantization)
+        experts = f", the routed experts of {num_experts} layers" if num_experts else ""
+        progress.note(f"{count} linear layers{experts}")
     with progress.stage("export"):
-        program = export(model, block_size=block_size)
+        program = export(model, block_size=block_size, experts=target.experts)
     nodes = program.graph.find_nodes(op="call_function", target=PAGED_ATTENTION)
     layer_windows = [attention_of(node).window for node in nodes]
     check_windows(model.config, layer_windows)

@@ -22,7 +22,9 @@ from torch.export import ExportedProgram
 from ..errors import BuildError
 from ..plugins_trt import fp8_linear as _fp8_linear
 from ..plugins_trt import int4_linear as _int4_linear
+from ..plugins_trt.moe_experts import ACTIVATIONS
 from ..plugins_trt.plugin import NAMESPACE
+from .experts import MOE_EXPERTS
 from .export import first_line
 from .segments import PAGED_ATTENTION
 
@@ -70,6 +72,17 @@ _SCHEMAS = (
     ),
     NodeSchema(
         "fp8_linear", (("x", "T"), ("weight", "W"), ("weight_scale", "S")), (("out", "T"),), {}
+    ),
+    # Stacks of floats have neither scales nor zeros, those of fp8 and of symmetric int4 have no zeros.
+    NodeSchema(
+        "moe_experts",
+        (
+            ("x", "T"), ("router_weights", "R"), ("expert_ids", "I"), ("gate_up", "W"), ("down", "W"),
+            ("gate_up_scales", "S"), ("down_scales", "S"), ("gate_up_zeros", "Z"), ("down_zeros", "Z"),
+        ),
+        (("out", "T"),),
+        {"activation": _INT, "group_size": _INT},
+        num_required=5,
     ),
 )  # fmt: skip
 
@@ -126,11 +139,23 @@ def _translations(opset: Any) -> dict[Callable[..., Any], Callable[..., Any]]:
     def fp8_linear(x: Any, weight: Any, weight_scale: Any, input_scale: None) -> Any:
         return opset.fp8_linear(x, weight, weight_scale)
 
+    def moe_experts(
+        x: Any, router_weights: Any, expert_ids: Any, gate_up: Any, down: Any, activation: str,
+        gate_up_scales: Any = None, down_scales: Any = None, gate_up_zeros: Any = None, down_zeros: Any = None,
+        group_size: int = -1,
+    ) -> Any:  # fmt: skip
+        optional = (gate_up_scales, down_scales, gate_up_zeros, down_zeros)
+        return opset.moe_experts(
+            x, router_weights, expert_ids, gate_up, down, *(tensor for tensor in optional if tensor is not None),
+            activation=ACTIVATIONS.index(activation), group_size=group_size,
+        )  # fmt: skip
+
     pelton = torch.ops.pelton
     return {
         PAGED_ATTENTION: paged_attention,
         pelton.int4_linear.default: int4_linear,
         pelton.fp8_linear.default: fp8_linear,
+        MOE_EXPERTS: moe_experts,
     }
 
 

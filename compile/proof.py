@@ -89,7 +89,7 @@ class Trace:
 
 
 def record(model: nn.Module, *, windows: Sequence[int], block_size: int) -> Trace:
-    """Run the original `model` (its own attention, in eager form) on the sequences of the trace.
+    """Run the original `model` (its own attention and experts, in eager form) on the sequences of the trace.
 
     In reduced precision this holds a float32 copy of the model for the time of the call.
     """
@@ -109,6 +109,7 @@ def record(model: nn.Module, *, windows: Sequence[int], block_size: int) -> Trac
 
 def _logits(model: nn.Module, token_ids: Sequence[np.ndarray]) -> list[Tensor]:
     model.set_attn_implementation("eager")  # type: ignore[operator]
+    model.set_experts_implementation("eager")  # type: ignore[operator]
     with torch.no_grad():
         return [
             model(input_ids=torch.from_numpy(i)[None], use_cache=False).logits[0].float() for i in token_ids

@@ -19,6 +19,7 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
 
 # Tests of kernels and of whole TensorRT engines, which `make test EXTRAS=dev,rtx` runs.
 _NEEDS_RTX = {
+    "test_experts_plans.py",
     "test_fp8_linear.py",
     "test_gpu_check.py",
     "test_int4_linear.py",

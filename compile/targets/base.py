@@ -43,6 +43,7 @@ class Target(Protocol):
 
     name: str
     dtypes: tuple[str, ...]
+    experts: str  # how routed experts are exported: a name of `experts.py`
 
     def compiler(self) -> str:
         """Name and version of the compiler; `BuildError` saying how to get it when it is not there."""

@@ -15,6 +15,7 @@ from ...errors import BuildError
 from ...plugins_trt.cpu_engine import CpuEngine
 from ...plugins_trt.paged_attention_cpu import uses_tiles
 from ..bundle import HostFacts, HostNeeds, Limits, ModelFacts
+from ..experts import BATCHED
 from ..export import KVGeometry
 from ..memory import MemoryPlan, plan_memory
 from ..passes import optimise
@@ -37,6 +38,7 @@ class CpuTarget:
 
     name = "cpu"
     dtypes: tuple[str, ...] = ("float32", "bfloat16")
+    experts = BATCHED
 
     def compiler(self) -> str:
         """Inductor's C++ compiler."""

@@ -23,6 +23,7 @@ from ...errors import BuildError
 from ...plugins_trt.fp8_linear import unsupported_reason as fp8_unsupported_reason
 from ...plugins_trt.fp8_linear_plugin import FP8_LINEAR_PLUGIN
 from ...plugins_trt.int4_linear_plugin import INT4_LINEAR_PLUGIN
+from ...plugins_trt.moe_experts_plugin import MOE_EXPERTS_PLUGIN
 from ...plugins_trt.paged_attention_plugin import PAGED_ATTENTION_PLUGIN
 from ...plugins_trt.plugin import Operator, register
 from ...plugins_trt.tensorrt import TENSORRT_RTX, load
@@ -31,7 +32,12 @@ from ..profiles import Profile
 
 PLAN_FILE = "engine.plan"
 ENGINE_FILE = "engine.json"
-PLUGINS: tuple[Operator, ...] = (PAGED_ATTENTION_PLUGIN, INT4_LINEAR_PLUGIN, FP8_LINEAR_PLUGIN)
+PLUGINS: tuple[Operator, ...] = (
+    PAGED_ATTENTION_PLUGIN,
+    INT4_LINEAR_PLUGIN,
+    FP8_LINEAR_PLUGIN,
+    MOE_EXPERTS_PLUGIN,
+)
 
 # Compute capabilities that TensorRT-RTX compiles for.
 RTX_COMPUTE_CAPABILITIES = ("7.5", "8.0", "8.6", "8.9", "12.0", "12.1")

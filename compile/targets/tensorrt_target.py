@@ -15,6 +15,7 @@ import torch
 from ...errors import BuildError
 from ...plugins_trt.tensorrt import require_version
 from ..bundle import HostNeeds, Limits, ModelFacts
+from ..experts import PELTON
 from ..export import KVGeometry
 from ..memory import MemoryPlan, plan_gpu_memory
 from ..onnx_graph import write_onnx
@@ -39,6 +40,7 @@ class TensorRTTarget:
     """`Target` on TensorRT's ONNX parser and builder. Raises `BuildError` naming the option at fault."""
 
     dtypes: tuple[str, ...] = ("float16", "bfloat16")
+    experts = PELTON
 
     def __init__(self, name: str, *, gpus: Sequence[str], scheme: str | None) -> None:
         self.name = name

@@ -38,12 +38,16 @@ CHECKS: tuple[Case, ...] = (
     ExpertsCase(24, 2, 8, 512, 704),
     ExpertsCase(1, 4, 16, 512, 704, dtype=F16),
     ExpertsCase(640, 4, 16, 512, 704),
+    *(ExpertsCase(tokens, 4, 16, 512, 704, form="int4", group_size=64) for tokens in (24, 640)),
+    *(ExpertsCase(tokens, 4, 16, 512, 704, form="fp8") for tokens in (24, 640)),
 )
 # A layer of Llama 3 8B (gate and up in one, and down), and the experts of Qwen3-30B-A3B.
 SPEEDS: tuple[Case, ...] = (
     *(Int4Case(rows, 28672, 4096) for rows in (1, 16, 2048)),
     *(Fp8Case(rows, 28672, 4096) for rows in (16, 2048)),
     *(ExpertsCase(tokens, 8, 128, 2048, 768) for tokens in (16, 2048)),
+    ExpertsCase(16, 8, 128, 2048, 768, form="int4", group_size=128),
+    ExpertsCase(2048, 8, 128, 2048, 768, form="fp8"),
     *(Int4Case(rows, 4096, 14336) for rows in (1, 16)),
     Fp8Case(16, 4096, 14336),
 )

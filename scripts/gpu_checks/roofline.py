@@ -96,10 +96,16 @@ def experts_work(
     hidden_size: int,
     intermediate_size: int,
     *,
+    weight_bits: int,
     element_bytes: int,
+    scale_bytes: int = 0,
 ) -> Work:
-    """`moe_experts`: the weights of experts that have a row are read once, tokens read and written once."""
-    weights = num_busy_experts * 3 * hidden_size * intermediate_size * element_bytes
+    """`moe_experts`: the weights of experts that have a row are read once, tokens read and written once.
+
+    `scale_bytes`: all that is stored of one expert's weights beside their elements.
+    """
+    weight = 3 * hidden_size * intermediate_size * weight_bits // 8 + scale_bytes
+    weights = num_busy_experts * weight
     tokens = (
         2 * num_tokens * hidden_size * element_bytes + num_tokens * top_k * 8
     )  # router weights and expert ids

@@ -75,10 +75,13 @@ def test_linear_layers() -> None:
 
 
 def test_experts_without_rows_are_not_read() -> None:
-    work = experts_work(2, 4, 8, 16, 32, element_bytes=2)
+    work = experts_work(2, 4, 8, 16, 32, weight_bits=16, element_bytes=2)
     assert work.num_bytes == 8 * 3 * 16 * 32 * 2 + 2 * 2 * 16 * 2 + 2 * 4 * 8
     assert work.flops == 2 * 4 * 3 * 16 * 32 * 2
-    assert experts_work(2, 4, 3, 16, 32, element_bytes=2).num_bytes == work.num_bytes - 5 * 3 * 16 * 32 * 2
+    fewer = experts_work(2, 4, 3, 16, 32, weight_bits=16, element_bytes=2)
+    assert fewer.num_bytes == work.num_bytes - 5 * 3 * 16 * 32 * 2
+    smaller = experts_work(2, 4, 8, 16, 32, weight_bits=4, element_bytes=2, scale_bytes=10)
+    assert smaller.num_bytes == work.num_bytes - 8 * (3 * 16 * 32 * 3 // 2 - 10)
 
 
 def test_the_floor_is_the_longer_of_both() -> None:

@@ -9,8 +9,11 @@ Exit status 1 if a hot kernel spills registers: spills are memory traffic in the
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from importlib import import_module
+from importlib.metadata import version
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,10 +22,24 @@ import click
 from ..plugins_trt.architectures import ARCHITECTURES
 
 if TYPE_CHECKING:
-    from ..plugins_trt.triton_compile import CompiledKernel, KernelVariant
+    from ..plugins_trt.triton_compile import KernelVariant
 
 # Each has `report_variants()` in `plugins_trt/<operator>_triton.py` (`KernelVariant` says more).
 OPERATORS = ("paged_attention", "int4_linear", "fp8_linear", "moe_experts", "split_k")
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """What one kernel needs of one architecture. Bytes spilled are those stored and loaded, per thread."""
+
+    operator: str
+    kernel: str
+    arch: int
+    is_hot: bool
+    num_warps: int
+    registers: int  # per thread
+    shared_bytes: int
+    spilled_bytes: int
 
 
 @click.command(name="kernel-report")
@@ -30,27 +47,26 @@ OPERATORS = ("paged_attention", "int4_linear", "fp8_linear", "moe_experts", "spl
     "--arch", "archs", type=click.Choice([str(a) for a in ARCHITECTURES]), multiple=True, help="Only these."
 )
 @click.option("--quick", is_flag=True, help="Only the variants that stand for the others.")
-@click.option("-o", "--output", type=click.Path(path_type=Path, dir_okay=False), help="Write the table here.")
+@click.option("-o", "--output", type=click.Path(path_type=Path, dir_okay=False), help="Write the page here.")
 def command(archs: tuple[str, ...], quick: bool, output: Path | None) -> None:
-    """Registers, shared memory and spills of Pelton's Triton kernels."""
-    rows, spilling = [], []
-    for variant, kernel in _compiled([int(arch) for arch in archs] or list(ARCHITECTURES), quick=quick):
-        rows.append(_row(variant, kernel))
-        click.echo(f"{variant.name}, sm_{kernel.arch}", err=True)
-        if kernel.spills and variant.is_hot:
-            spilling.append(f"{variant.name} on sm_{kernel.arch}")
-    table = _table(rows)
+    """Registers, shared memory and spills of Pelton's Triton kernels, as a page of Markdown."""
+    rows = []
+    for needs in _compiled([int(arch) for arch in archs] or list(ARCHITECTURES), quick=quick):
+        rows.append(needs)
+        click.echo(f"{needs.operator} {needs.kernel}, sm_{needs.arch}", err=True)
+    text = page(rows)
     if output is None:
-        click.echo(table, nl=False)
+        click.echo(text, nl=False)
     else:
-        output.write_text(table)
-    for name in spilling:
-        click.echo(f"spills registers: {name}", err=True)
+        output.write_text(text)
+    spilling = [row for row in rows if row.is_hot and row.spilled_bytes]
+    for row in spilling:
+        click.echo(f"spills registers: {row.operator} {row.kernel} on sm_{row.arch}", err=True)
     if spilling:
         sys.exit(1)
 
 
-def _compiled(archs: list[int], *, quick: bool) -> Iterator[tuple[KernelVariant, CompiledKernel]]:
+def _compiled(archs: list[int], *, quick: bool) -> Iterator[Needs]:
     for operator in OPERATORS:
         module = import_module(f"..plugins_trt.{operator}_triton", __package__)
         for variant in module.report_variants():
@@ -58,27 +74,62 @@ def _compiled(archs: list[int], *, quick: bool) -> Iterator[tuple[KernelVariant,
                 continue
             for arch in archs:
                 if arch in variant.architectures:
-                    yield variant, variant.compile(arch)
+                    yield _needs(operator, variant, arch)
 
 
-def _row(variant: KernelVariant, kernel: CompiledKernel) -> tuple[str, ...]:
-    return (
-        variant.name,
-        f"{kernel.arch / 10:.1f}",
-        str(kernel.num_warps),
-        str(kernel.registers),
-        f"{kernel.shared_bytes / 1024:.1f}",
-        f"{kernel.spill_store_bytes} / {kernel.spill_load_bytes}",
-        f"{len(kernel.cubin) / 1024:.0f}",
+def _needs(operator: str, variant: KernelVariant, arch: int) -> Needs:
+    kernel = variant.compile(arch)
+    return Needs(
+        operator=operator,
+        kernel=variant.name.removeprefix(operator).strip(),
+        arch=arch,
+        is_hot=variant.is_hot,
+        num_warps=kernel.num_warps,
+        registers=kernel.registers,
+        shared_bytes=kernel.shared_bytes,
+        spilled_bytes=kernel.spill_store_bytes + kernel.spill_load_bytes,
     )
 
 
-def _table(rows: list[tuple[str, ...]]) -> str:
-    """Markdown, the rows of a kernel together."""
-    header = ("kernel", "SM", "warps", "registers", "shared KiB", "spill store / load bytes", "cubin KiB")
-    order = {name: i for i, name in reversed(list(enumerate(row[0] for row in rows)))}
-    lines = [header, ("---", *["---:"] * (len(header) - 1)), *sorted(rows, key=lambda row: order[row[0]])]
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+def page(rows: Sequence[Needs]) -> str:
+    """One table per operator, one line per kernel, one column per architecture."""
+    archs = sorted({row.arch for row in rows})
+    spilling = [row for row in rows if row.spilled_bytes]
+    found = ", ".join(f"{row.operator} {row.kernel} on {row.arch / 10:.1f}" for row in spilling)
+    lines = [
+        "# What the kernels need of each architecture",
+        "",
+        "    python -m pelton.scripts.kernel_report -o docs/kernels.md",
+        "",
+        "compiles Pelton's Triton kernels ahead of time, with no GPU, and writes this page "
+        f"(Triton {version('triton')}).",
+        "A cell has the registers of a thread (of 255) and the KiB of shared memory of a program. Where threads spill",
+        "registers to memory, the bytes that each stores and loads are behind it in bold.",
+        "",
+        f"**{len(rows)} kernels compiled; {len(spilling)} spill{f': {found}' if found else ''}.**",
+    ]
+    for operator, group in groupby(rows, key=lambda row: row.operator):
+        lines += ["", f"## {operator}", "", *_table(list(group), archs)]
+    return "\n".join(lines) + "\n"
+
+
+def _table(rows: Sequence[Needs], archs: Sequence[int]) -> Iterator[str]:
+    kernels: dict[str, dict[int, Needs]] = {}
+    for row in rows:
+        kernels.setdefault(row.kernel, {})[row.arch] = row
+    yield f"| kernel | warps | {' | '.join(f'{arch / 10:.1f}' for arch in archs)} |"
+    yield f"| --- {'| ---: ' * (len(archs) + 1)}|"
+    for kernel, by_arch in kernels.items():
+        warps = "/".join(str(number) for number in sorted({row.num_warps for row in by_arch.values()}))
+        cells = " | ".join(_cell(by_arch.get(arch)) for arch in archs)
+        yield f"| {kernel} | {warps} | {cells} |"
+
+
+def _cell(row: Needs | None) -> str:
+    if row is None:
+        return ""
+    spills = f" **{row.spilled_bytes}**" if row.spilled_bytes else ""
+    return f"{row.registers}, {row.shared_bytes / 1024:.0f}{spills}"
 
 
 if __name__ == "__main__":

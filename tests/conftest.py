@@ -17,7 +17,7 @@ ARTIFACTS = Path(__file__).resolve().parents[1] / "artifacts"
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# Tests of kernels and of whole TensorRT engines, which `make test EXTRAS=dev,rtx` runs.
+# Tests of kernels and of whole TensorRT engines: `make test` installs what they need.
 _NEEDS_RTX = {
     "test_fp8_linear.py",
     "test_int4_linear.py",
@@ -36,6 +36,19 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
 
 def pytest_report_header() -> str:
     return "" if _HAS_RTX else f"pelton[rtx] is not installed, so not run: {', '.join(sorted(_NEEDS_RTX))}"
+
+
+# Bundles that several tests share are built by one process, and what serves has one core to itself.
+_BUNDLES = {"tiny_bundles", "smollm2_bundle", "smollm2_float32_bundle"}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """For pytest-xdist (`--dist loadgroup`): what shares bundles runs in one process, everything else in the others."""
+    for item in items:
+        if _BUNDLES.intersection(getattr(item, "fixturenames", ())):
+            item.add_marker(pytest.mark.xdist_group("bundles"))
+        elif "e2e" in item.path.parts:
+            item.add_marker(pytest.mark.xdist_group(item.path.stem))
 
 
 def smollm2_gguf() -> Path:

@@ -319,9 +319,9 @@ def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenised() -> None:
     text = "a" * 4_000_000
     times = []
     for _ in range(5):
-        start = time.perf_counter()
+        start = time.process_time()
         error = refusal(completion, prompt=text)
-        times.append(time.perf_counter() - start)
+        times.append(time.process_time() - start)
     assert min(times) < 0.05
     assert error.code == "context_length_exceeded"
     assert (

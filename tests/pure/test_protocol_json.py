@@ -95,8 +95,8 @@ def test_sv_11_commas_are_bounded() -> None:
 def test_sv_11_hostile_bodies_are_refused_fast(body: bytes) -> None:
     times: list[float] = []
     while len(times) < 10 and min(times, default=1) >= 0.05:
-        start = time.perf_counter()
+        start = time.process_time()
         with pytest.raises(RequestError):
             parse_json(body)
-        times.append(time.perf_counter() - start)
+        times.append(time.process_time() - start)
     assert min(times) < 0.05

@@ -19,6 +19,7 @@ from torch.fx import GraphModule, Node
 
 from ...errors import BuildError
 from ...plugins_trt.cuda_engine import ENGINE_FILE, WEIGHTS_FILE, AttentionProgram, CudaProgram, PieceProgram
+from ...plugins_trt.paged_attention_tactics import Problem, unsupported_reason
 from ..export import KVGeometry, first_line
 from ..passes import merge_equal_nodes, optimise
 from ..piecewise import AttentionCall, cut_at_attention, move_to_device
@@ -37,21 +38,27 @@ def lower(
     device: torch.device,
     dtype: torch.dtype,
     block_size: int,
+    arch: int | None,
     directory: Path,
     facts: dict[str, Any],
     on_progress: Callable[[str], None] = lambda _: None,
 ) -> CudaProgram:
     """Compile `program` for `device` into `directory`; `facts` is what else `engine.json` holds.
 
-    Raises `BuildError` naming the piece that Inductor refuses.
+    `arch` is the architecture that attention's kernels are for (`plugins_trt/architectures.py`); None: the reference
+    attends. Raises `BuildError` naming the layer whose attention they do not compute, or the piece that Inductor refuses.
     """
     graph_module = optimise(program.module(check_guards=False))
     merge_equal_nodes(graph_module)
     move_to_device(graph_module, device)
     store = _WeightStore(graph_module)
     packages: dict[Hashable, str] = {}
+    cut = cut_at_attention(graph_module)
+    if arch is not None:
+        for call in (call for piece in cut for call in piece.attentions):
+            _check_kernels(call, geometry[call.layer], dtype, block_size, arch)
     pieces = []
-    for piece in cut_at_attention(graph_module):
+    for piece in cut:
         segment = piece.segment
         signature = segment.signature(graph_module, by_content=False)
         if signature not in packages:
@@ -78,6 +85,26 @@ def lower(
     )
     (directory / ENGINE_FILE).write_text(json.dumps({**facts, **engine.to_json()}, indent=1) + "\n")
     return engine
+
+
+def _check_kernels(
+    call: AttentionCall, geometry: KVGeometry, dtype: torch.dtype, block_size: int, arch: int
+) -> None:
+    problem = Problem(
+        num_heads=call.query.meta["val"].shape[1],
+        num_kv_heads=geometry.num_heads,
+        head_dim=geometry.head_dim,
+        block_size=block_size,
+        query_dtype=dtype,
+        cache_dtype=dtype,
+        arch=arch,
+        has_window=call.options["window"] > 0,
+        has_soft_cap=call.options["soft_cap"] > 0,
+        has_sinks=call.options["sinks"] is not None,
+        has_alibi=call.options["alibi_slopes"] is not None,
+    )
+    if (reason := unsupported_reason(problem)) is not None:
+        raise BuildError(f"layer {call.layer}: attention on this GPU: {reason}")
 
 
 class _WeightStore:

@@ -198,9 +198,7 @@ class HostFacts:
 
     @classmethod
     def detect(cls) -> HostFacts:
-        return cls(
-            machine=platform.machine(), cpu_flags=_cpu_flags(), torch_version=_torch_version()
-        )
+        return cls(machine=platform.machine(), cpu_flags=_cpu_flags(), torch_version=_torch_version())
 
 
 def content_key(

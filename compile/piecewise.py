@@ -27,9 +27,13 @@ _STEP_INPUTS = ("block_table", "seq_lens", "query_start_loc")
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """One attention: the values it reads, the value that later pieces read of it, and its other arguments by name."""
+    """One attention: the values it reads, the value that later pieces read of it, and its other arguments by name.
+
+    `cache_dtype` is that of the pages, as exported.
+    """
 
     layer: int
+    cache_dtype: torch.dtype
     query: Node
     key: Node
     value: Node
@@ -98,7 +102,7 @@ def _attention_call(node: Node) -> AttentionCall:
     if len(outputs) != 1:
         raise BuildError(f"{node.name}: its result is read {len(outputs)} times as exported: not supported")
     query, key, value = (arguments.pop(name) for name in ("query", "key", "value"))
-    return AttentionCall(layer, query, key, value, outputs[0], arguments)
+    return AttentionCall(layer, k_cache.meta["val"].dtype, query, key, value, outputs[0], arguments)
 
 
 def move_to_device(graph_module: GraphModule, device: torch.device) -> None:

@@ -165,7 +165,8 @@ class CudaEngine:
     ) -> None:
         self.program = program = CudaProgram.read(directory)
         is_cuda = device.type == "cuda"
-        self._attend = attend or (attend_with_kernels if is_cuda else attend_with_reference)
+        own_attend: Attend = attend_with_kernels if is_cuda else attend_with_reference
+        self._attend = attend or own_attend
         if is_cuda:
             register_kernels()
         self._weights = _load_weights(directory / WEIGHTS_FILE, device, program)
@@ -176,7 +177,7 @@ class CudaEngine:
         self._caches = _allocate_pages(program, device, num_blocks)
 
     def run(self, step: Mapping[str, Tensor], *, max_rows: int) -> Tensor:
-        """One step: logits `[N, vocab]` float32 on the device, with nothing waited for. Raises `EngineError` when closed.
+        """One step: logits `[N, vocab]` float32, on the device and not waited for. Raises `EngineError` when closed.
 
         `step` has on the device what the flat graph takes besides pages: `input_ids` and `positions` `[1, T]`,
         `block_table` `[B, M]`, `seq_lens` `[B]`, `query_start_loc` `[B + 1]`, `logits_rows` `[N]`. No sequence has
@@ -226,7 +227,7 @@ class CudaEngine:
 
 def _load_weights(path: Path, device: torch.device, program: CudaProgram) -> dict[str, Tensor]:
     try:
-        weights = load_file(path, device=str(device))
+        weights: dict[str, Tensor] = load_file(path, device=str(device))
     except torch.OutOfMemoryError as error:
         raise ConfigError(
             f"{path}: the weights do not fit into the free memory of {device}; free it, or build a smaller model"
@@ -251,15 +252,20 @@ def _load_package(path: Path, device: torch.device) -> Any:
     return model.loader
 
 
-def _allocate_pages(program: CudaProgram, device: torch.device, num_blocks: int) -> list[tuple[Tensor, Tensor]]:
-    """K and V `[num_blocks, block_size, Hkv, D]` of each layer; zeros, since what is masked is still multiplied by 0."""
+def _allocate_pages(
+    program: CudaProgram, device: torch.device, num_blocks: int
+) -> list[tuple[Tensor, Tensor]]:
+    """K and V `[num_blocks, block_size, Hkv, D]` of each layer. Zeros: what is masked is multiplied by 0."""
     dtype = getattr(torch, program.cache_dtype)
     caches = []
     try:
         for heads, dim in zip(program.kv_heads, program.head_dims, strict=True):
             shape = (num_blocks, program.block_size, heads, dim)
             caches.append(
-                (torch.zeros(shape, dtype=dtype, device=device), torch.zeros(shape, dtype=dtype, device=device))
+                (
+                    torch.zeros(shape, dtype=dtype, device=device),
+                    torch.zeros(shape, dtype=dtype, device=device),
+                )
             )
     except RuntimeError as error:  # torch has a type of its own for this on a GPU only
         raise ConfigError(

@@ -45,4 +45,6 @@ def _moe_experts(
 ) -> Tensor:
     from .moe_experts_triton import moe_experts as launch
 
-    return launch(x.contiguous(), router_weights.contiguous(), expert_ids.contiguous(), gate_up, down, activation)
+    return launch(
+        x.contiguous(), router_weights.contiguous(), expert_ids.contiguous(), gate_up, down, activation
+    )

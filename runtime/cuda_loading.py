@@ -18,9 +18,7 @@ if TYPE_CHECKING:
     from .executor_cuda import CudaExecutor
 
 
-def open_executor(
-    directory: Path, manifest: Manifest, *, kv_cache_bytes: int | None = None
-) -> CudaExecutor:
+def open_executor(directory: Path, manifest: Manifest, *, kv_cache_bytes: int | None = None) -> CudaExecutor:
     """The executor of the bundle on this machine's first GPU. `check_bundle` has compared torch and the CPU.
 
     Raises `BundleError` before the engine is touched when the bundle is for something else than what is here,
@@ -58,4 +56,6 @@ def check_needs(
         found.append("no triton")
         remedy = f"`pip install 'pelton[cuda]'`, then, if anything else differs, {remedy}"
     if built:
-        raise BundleError(f"{where}: built with/for {' and '.join(built)}, found {' and '.join(found)}; {remedy}")
+        raise BundleError(
+            f"{where}: built with/for {' and '.join(built)}, found {' and '.join(found)}; {remedy}"
+        )

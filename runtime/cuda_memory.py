@@ -8,11 +8,9 @@ What was counted when the bundle was built (`CudaNeeds`) is taken from its manif
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 from ..compile.bundle import Limits, Manifest
 from ..errors import BundleError, ConfigError
-from ..plugins_trt.cuda_engine import WEIGHTS_FILE
 from .trt_facts import EngineFacts
 from .trt_shapes import StepSize
 
@@ -35,7 +33,9 @@ class CudaNeeds:
         for name in ("activation_bytes", "num_logits_rows"):
             value = manifest.engine.get(name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise BundleError(f"manifest.json: engine.{name}: must be a positive integer, got {value!r}; {remedy}")
+                raise BundleError(
+                    f"manifest.json: engine.{name}: must be a positive integer, got {value!r}; {remedy}"
+                )
             values[name] = value
         return cls(**values)
 
@@ -63,15 +63,15 @@ class CudaMemoryPlan:
 
 
 def plan_memory(
-    directory: Path,
     facts: EngineFacts,
     needs: CudaNeeds,
     built: Limits,
     *,
+    weight_bytes: int,
     kv_cache_bytes: int | None,
     free_bytes: int,
 ) -> CudaMemoryPlan:
-    """Pages for `kv_cache_bytes` (None: what the bundle was built for), and everything else of the bundle in `directory`.
+    """Pages for `kv_cache_bytes` (None: what the bundle was built for), and everything else that a process needs.
 
     `free_bytes` is what the device has free. Raises `ConfigError` naming the setting when it does not fit.
     """
@@ -95,7 +95,7 @@ def plan_memory(
     plan = CudaMemoryPlan(
         num_blocks=num_blocks,
         num_logits_rows=rows,
-        weight_bytes=(directory / WEIGHTS_FILE).stat().st_size,
+        weight_bytes=weight_bytes,
         kv_bytes=num_blocks * facts.block_bytes,
         activation_bytes=needs.activation_bytes,
         input_bytes=largest.num_bytes,
@@ -108,9 +108,10 @@ def plan_memory(
             if left >= max(facts.block_bytes, 1 << 20)
             else "build again with smaller limits or --quantize int4, or free the GPU"
         )
+        step_bytes = plan.other_bytes - plan.weight_bytes
         raise ConfigError(
             f"kv_cache_memory: {plan.kv_bytes >> 20} MiB of KV pages, {plan.weight_bytes >> 20} MiB of weights and "
-            f"{(plan.other_bytes - plan.weight_bytes) >> 20} MiB for a step are needed, but only {free_bytes >> 20} MiB "
+            f"{step_bytes >> 20} MiB for a step are needed, but only {free_bytes >> 20} MiB "
             f"of the GPU are free; {remedy}"
         )
     return plan

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..compile.bundle import Manifest
 from ..errors import ConfigError, EngineError
-from ..plugins_trt.cuda_engine import Attend, CudaEngine
+from ..plugins_trt.cuda_engine import WEIGHTS_FILE, Attend, CudaEngine
 from .cuda_memory import CudaMemoryPlan, CudaNeeds, plan_memory
 from .executor import ExecutorLimits, StepOutput
 from .inputs import StepInputs
@@ -55,10 +55,10 @@ class CudaExecutor:
         self._device = device
         needs = CudaNeeds.read(manifest, rebuild(manifest, directory))
         self._memory = plan = plan_memory(
-            directory,
             facts,
             needs,
             manifest.limits,
+            weight_bytes=(directory / WEIGHTS_FILE).stat().st_size,
             kv_cache_bytes=kv_cache_bytes,
             free_bytes=device.free_bytes(),
         )
@@ -66,9 +66,7 @@ class CudaExecutor:
         self._placer = Placer(facts, self._limits, use_graphs=use_graphs)
         self._graphs: dict[StepSize, Callable[[], None]] = {}
         self._is_closed = False
-        self._engine = CudaEngine(
-            directory, device=device.device, num_blocks=plan.num_blocks, attend=attend
-        )
+        self._engine = CudaEngine(directory, device=device.device, num_blocks=plan.num_blocks, attend=attend)
         try:
             self._staging = device.allocate_staging(plan.input_bytes)
             self._inputs = torch.empty(plan.input_bytes, dtype=torch.uint8, device=device.device)

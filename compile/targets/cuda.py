@@ -46,7 +46,8 @@ def lower(
     """Compile `program` for `device` into `directory`; `facts` is what else `engine.json` holds.
 
     `arch` is the architecture that attention's kernels are for (`plugins_trt/architectures.py`); None: the reference
-    attends. Raises `BuildError` naming the layer whose attention they do not compute, or the piece that Inductor refuses.
+    attends. Raises `BuildError` naming the layer whose attention they do not compute, or the piece that Inductor
+    refuses.
     """
     graph_module = optimise(program.module(check_guards=False))
     merge_equal_nodes(graph_module)
@@ -56,7 +57,7 @@ def lower(
     cut = cut_at_attention(graph_module)
     if arch is not None:
         for call in (call for piece in cut for call in piece.attentions):
-            _check_kernels(call, geometry[call.layer], dtype, block_size, arch)
+            check_kernels(call, geometry[call.layer], dtype, block_size, arch)
     pieces = []
     for piece in cut:
         segment = piece.segment
@@ -76,8 +77,9 @@ def lower(
         )
     save_file(store.tensors, directory / WEIGHTS_FILE)
     (directory / WEIGHTS_FILE).chmod(0o644)  # safetensors creates it for its owner alone
+    (cache_dtype,) = {call.cache_dtype for piece in cut for call in piece.attentions}
     engine = CudaProgram(
-        cache_dtype=str(dtype).removeprefix("torch."),
+        cache_dtype=str(cache_dtype).removeprefix("torch."),
         block_size=block_size,
         kv_heads=tuple(g.num_heads for g in geometry),
         head_dims=tuple(g.head_dim for g in geometry),
@@ -87,16 +89,17 @@ def lower(
     return engine
 
 
-def _check_kernels(
+def check_kernels(
     call: AttentionCall, geometry: KVGeometry, dtype: torch.dtype, block_size: int, arch: int
 ) -> None:
+    """Raise `BuildError` naming the layer unless the kernels compute its attention on architecture `arch`."""
     problem = Problem(
         num_heads=call.query.meta["val"].shape[1],
         num_kv_heads=geometry.num_heads,
         head_dim=geometry.head_dim,
         block_size=block_size,
         query_dtype=dtype,
-        cache_dtype=dtype,
+        cache_dtype=call.cache_dtype,
         arch=arch,
         has_window=call.options["window"] > 0,
         has_soft_cap=call.options["soft_cap"] > 0,
@@ -189,7 +192,9 @@ def _attention_program(call: AttentionCall, store: _WeightStore) -> AttentionPro
         if node is None:
             continue
         if node.op != "get_attr":
-            raise BuildError(f"layer {call.layer}: the {name} of its attention are not constant: not supported")
+            raise BuildError(
+                f"layer {call.layer}: the {name} of its attention are not constant: not supported"
+            )
         options[name] = store.add(str(node.target))
     for name in ("scale", "soft_cap", "k_scale", "v_scale"):
         options[name] = float(options[name])

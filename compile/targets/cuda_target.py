@@ -56,7 +56,9 @@ class CudaTarget:
                 f"{_NO_GPU}"
             )
         if not torch.cuda.is_available():
-            raise BuildError(f"target: cuda compiles on the GPU that it is for, and torch finds none; {_NO_GPU}")
+            raise BuildError(
+                f"target: cuda compiles on the GPU that it is for, and torch finds none; {_NO_GPU}"
+            )
         if importlib.util.find_spec("triton") is None:
             raise BuildError("target: cuda needs triton: `pip install 'pelton[cuda]'`")
         device = torch.device("cuda", 0)
@@ -147,7 +149,7 @@ class CudaTarget:
 
 
 def unsupported_reason(gpu: str, scheme: str | None) -> str | None:
-    """Why nothing, or nothing of the quantisation `scheme`, can be built for compute capability `gpu`; None if it can."""
+    """Why compute capability `gpu` cannot have an engine, or none of the quantisation `scheme`; None if it can."""
     arch = _arch(gpu)
     if arch < _FIRST_ARCH:
         return f"target: cuda needs a GPU of compute capability 8.0 or later, this one is {gpu}"

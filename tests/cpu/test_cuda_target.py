@@ -13,17 +13,22 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from click.testing import CliRunner
+from conftest import pelton
 
 from pelton import LLM, SamplingParams
+from pelton.compile.build import BuildRequest, default_output, resolve
 from pelton.compile.bundle import read_manifest
 from pelton.compile.checkpoint import load_model, open_checkpoint
 from pelton.compile.proof import FlatStep, compare, record
-from pelton.errors import BundleError, ConfigError, EngineError
+from pelton.compile.targets.cuda_target import unsupported_reason
+from pelton.errors import BuildError, BundleError, ConfigError, EngineError
 from pelton.plugins_trt.cuda_engine import CudaProgram
 from pelton.runtime.engine import Engine, EngineConfig
 from pelton.runtime.executor_cuda import CudaExecutor
 from pelton.runtime.inputs import StepInputs
 from pelton.runtime.tokenizer import Tokenizer
+from pelton.scripts import inspect
 from support.checkpoints import tiny_checkpoint
 from support.cuda_bundle import BLOCK, HostDevice, build_on_host, open_on_host
 from support.trt_steps import step as flat_step
@@ -79,7 +84,9 @@ def test_the_executor_computes_what_the_model_computes(
     assert result.top1_agreement == 1.0
 
 
-def generate(bundle: Path, executor: CudaExecutor, prompts: list[list[int]], **config: Any) -> list[list[int]]:
+def generate(
+    bundle: Path, executor: CudaExecutor, prompts: list[list[int]], **config: Any
+) -> list[list[int]]:
     engine = Engine(executor, Tokenizer.from_directory(bundle), EngineConfig(check_invariants=True, **config))
     params = SamplingParams(temperature=0, max_tokens=NUM_NEW_TOKENS, ignore_eos=True)
     with LLM.from_engine(engine) as llm:
@@ -93,7 +100,9 @@ def test_tokens_are_those_of_transformers_with_and_without_graphs(
     random = np.random.default_rng(3)
     prompts = [random.integers(3, 320, length).tolist() for length in (5, 16, 70, 33, 1)]
     device = HostDevice()
-    captured = generate(bundles[name], open_on_host(bundles[name], device=device), prompts, max_chunk_tokens=24)
+    captured = generate(
+        bundles[name], open_on_host(bundles[name], device=device), prompts, max_chunk_tokens=24
+    )
     # Five decodes are padded to six, the largest batch. All but a first step of each size is a graph's.
     assert device.num_captures >= 1
     assert device.num_replays > NUM_NEW_TOKENS // 2
@@ -158,7 +167,9 @@ def test_copied_blocks_are_read_where_they_were_copied_to(bundles: dict[str, Pat
     assert not np.array_equal(logits(executor, ([10], 3, [6])), expected)
 
 
-def test_rows_that_do_not_fit_into_the_memory_for_logits_come_in_several_runs(bundles: dict[str, Path]) -> None:
+def test_rows_that_do_not_fit_into_the_memory_for_logits_come_in_several_runs(
+    bundles: dict[str, Path],
+) -> None:
     manifest = read_manifest(bundles["llama"])
     few = replace(manifest, engine={**manifest.engine, "num_logits_rows": 6})
     prompt = (list(range(20, 40)), 0, [3, 1])
@@ -180,7 +191,10 @@ def test_shapes_and_pages_outside_are_refused_before_the_engine_sees_them(bundle
     executor = open_on_host(bundles["llama"], device=device)
     num_blocks = executor.limits.num_blocks
     faults: list[tuple[dict[str, Any], str]] = [
-        ({"sequences": [([1], 0, [num_blocks])]}, rf"block_table: pages {num_blocks} to {num_blocks}, but there are 0"),
+        (
+            {"sequences": [([1], 0, [num_blocks])]},
+            rf"block_table: pages {num_blocks} to {num_blocks}, but there are 0",
+        ),
         ({"sequences": [([1], 0, [-1])]}, "block_table: pages -1"),
         ({"sequences": [([1], 0, [0])], "copies": (0, num_blocks)}, "block_copies: pages 0 to"),
         ({"sequences": [([1], 0, [i]) for i in range(7)]}, r"block_table: shape \(7, 1\) is outside"),
@@ -241,3 +255,38 @@ def test_a_damaged_program_is_named(bundles: dict[str, Path], tmp_path: Path) ->
     (tmp_path / "engine.json").write_text(json.dumps(content))
     with pytest.raises(BundleError, match=r"engine\.json: pieces\.0\.inputs: .*build the bundle again"):
         open_on_host(tmp_path)
+
+
+needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+
+
+@needs_no_gpu
+def test_loading_without_a_gpu_is_refused_before_the_engine_is_touched(bundles: dict[str, Path]) -> None:
+    with pytest.raises(BundleError, match=r"built with/for an NVIDIA GPU .* 9\.0, found no CUDA device"):
+        LLM(bundles["llama"])
+
+
+@needs_no_gpu
+def test_building_without_a_gpu_is_one_line(tmp_path: Path) -> None:
+    done = pelton("build", tmp_path, "--target", "cuda")
+    assert done.returncode == 2
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("pelton: target: cuda ")
+    assert "--target tensorrt-rtx can be built here" in last
+    assert "Traceback" not in done.stderr
+
+
+def test_what_a_build_cannot_be_for_is_refused() -> None:
+    with pytest.raises(BuildError, match=r"^gpu: cuda builds for the GPU of the machine"):
+        resolve(BuildRequest("some/model", target="cuda", gpus=("8.9",)))
+    assert unsupported_reason("9.0", "fp8") is None
+    assert unsupported_reason("8.0", "int4") is None
+    assert "8.9" in (unsupported_reason("8.0", "fp8") or "")
+    assert "8.0 or later, this one is 7.5" in (unsupported_reason("7.5", None) or "")
+
+
+def test_a_bundle_says_what_it_needs(bundles: dict[str, Path]) -> None:
+    done = CliRunner().invoke(inspect.command, [str(bundles["llama"])])
+    assert done.exit_code == 0, done.output
+    assert f"torch {torch.__version__}, a GPU of compute capability 9.0" in done.output
+    assert default_output("org/Name", "cuda", "int4") == Path("artifacts/Name-cuda-int4")

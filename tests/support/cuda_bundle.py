@@ -15,10 +15,12 @@ from pelton.compile import build as build_module
 from pelton.compile.bundle import Manifest, read_manifest
 from pelton.compile.progress import Progress
 from pelton.compile.targets.cuda_target import CudaTarget
+from pelton.errors import EngineError
 from pelton.runtime.executor_cuda import CudaExecutor
 from pelton.runtime.trt_facts import EngineFacts
 
 BLOCK = 16
+_LIMITS = {"max_batch_size": 6, "max_step_tokens": 256, "kv_cache_bytes": 2 << 20}
 
 
 class HostTarget(CudaTarget):
@@ -35,13 +37,9 @@ def build_on_host(checkpoint: Path, output: Path, **request: Any) -> Path:
     own = build_module._target
     build_module._target = lambda _: HostTarget()  # type: ignore[assignment]
     try:
+        options = {"block_size": BLOCK, **_LIMITS, **request}
         plan = build_module.resolve(
-            build_module.BuildRequest(
-                model=str(checkpoint),
-                output=output,
-                target="cuda",
-                **{"block_size": BLOCK, "max_batch_size": 6, "max_step_tokens": 256, "kv_cache_bytes": 2 << 20, **request},
-            )
+            build_module.BuildRequest(model=str(checkpoint), output=output, target="cuda", **options)
         )
         build_module.build(plan, Progress(StringIO()))
     finally:
@@ -50,7 +48,7 @@ def build_on_host(checkpoint: Path, output: Path, **request: Any) -> Path:
 
 
 class HostDevice:
-    """`TorchDevice` on the CPU, where what is enqueued has run: a captured graph is the function that it was made of."""
+    """`TorchDevice` on the CPU, where what is enqueued has run: a captured graph is its function."""
 
     def __init__(self, free_bytes: int = 1 << 30, *, can_capture: bool = True) -> None:
         self._free_bytes = free_bytes
@@ -81,8 +79,6 @@ class HostDevice:
         self._is_staging_in_use = False
 
     def capture(self, enqueue: Callable[[], None]) -> Callable[[], None]:
-        from pelton.errors import EngineError
-
         if not self._can_capture:
             raise EngineError("it cannot be captured")
         self.num_captures += 1

@@ -245,7 +245,8 @@ def _load_weights(path: Path, device: torch.device, program: CudaProgram) -> dic
 def _load_package(path: Path, device: torch.device) -> Any:
     index = -1 if device.index is None else device.index
     try:
-        # Single-threaded: a package otherwise records an event per run, which a CUDA graph cannot hold.
+        # Single-threaded: otherwise a run looks at the events of earlier ones, which no capture allows
+        # (https://github.com/pytorch/pytorch/pull/148601).
         model = torch._inductor.aoti_load_package(str(path), run_single_threaded=True, device_index=index)
     except (RuntimeError, OSError) as error:
         raise BundleError(f"{path}: cannot be loaded ({_first_line(error)}); {_REBUILD}") from error

@@ -61,6 +61,12 @@ class CudaTarget:
             )
         if importlib.util.find_spec("triton") is None:
             raise BuildError("target: cuda needs triton: `pip install 'pelton[cuda]'`")
+        from torch.utils.cpp_extension import CUDA_HOME
+
+        if CUDA_HOME is None:
+            raise BuildError(
+                f"target: cuda needs the headers of CUDA {torch.version.cuda}: install its toolkit and set CUDA_HOME"
+            )
         device = torch.device("cuda", 0)
         major, minor = torch.cuda.get_device_capability(device)
         gpu = f"{major}.{minor}"

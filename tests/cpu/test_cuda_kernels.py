@@ -29,21 +29,21 @@ def call() -> Iterator[Callable[..., Any]]:
 
 
 @pytest.fixture(scope="module")
-def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def cuda_int4_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     checkpoint = tiny_checkpoint(
         "llama", tmp_path_factory.mktemp("llama"), dtype=torch.float16, num_hidden_layers=1
     )
     return build_on_host(checkpoint, ARTIFACTS / "tiny-cuda-int4", dtype="float16", quantize="int4")
 
 
-def test_a_quantised_engine_is_proved(bundle: Path) -> None:
-    manifest = read_manifest(bundle)
+def test_a_quantised_engine_is_proved(cuda_int4_bundle: Path) -> None:
+    manifest = read_manifest(cuda_int4_bundle)
     assert [proof["subject"] for proof in manifest.quality["proofs"]] == ["exported graph", "compiled engine"]
     assert manifest.engine["quantization"] == "int4"
 
 
 def test_an_engine_on_kernels_computes_what_it_computes_on_references(
-    call: Callable[..., Any], bundle: Path
+    call: Callable[..., Any], cuda_int4_bundle: Path
 ) -> None:
     """A prompt beside a shorter one, a chunk, decodes padded to a captured size, then one step from the graph."""
     steps = [
@@ -51,8 +51,8 @@ def test_an_engine_on_kernels_computes_what_it_computes_on_references(
         step(([11], 20, [3, 1]), ([12, 13, 14], 3, [2])),
         *(step(([15 + i], 21 + i, [3, 1]), ([16], 6 + i, [2]), ([40], i, [0])) for i in range(2)),
     ]
-    expected = cuda_kernel_steps.run_steps(bundle, steps, False)
-    actual = call(cuda_kernel_steps.run_steps, bundle, steps, True)
+    expected = cuda_kernel_steps.run_steps(cuda_int4_bundle, steps, False)
+    actual = call(cuda_kernel_steps.run_steps, cuda_int4_bundle, steps, True)
     for got, wanted in zip(actual, expected, strict=True):
         assert np.abs(got - wanted).max() < 0.005 * np.abs(wanted).max()
         assert not np.array_equal(got, wanted)  # which says that the kernels ran

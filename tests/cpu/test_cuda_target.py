@@ -18,7 +18,7 @@ from conftest import pelton
 
 from pelton import LLM, SamplingParams
 from pelton.compile.build import BuildRequest, default_output, resolve
-from pelton.compile.bundle import read_manifest
+from pelton.compile.bundle import HostFacts, read_manifest
 from pelton.compile.checkpoint import load_model, open_checkpoint
 from pelton.compile.proof import FlatStep, compare, record
 from pelton.compile.targets.cuda_target import unsupported_reason
@@ -51,7 +51,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="module")
-def bundles(checkpoints: dict[str, Path]) -> dict[str, Path]:
+def cuda_bundles(checkpoints: dict[str, Path]) -> dict[str, Path]:
     return {
         name: build_on_host(checkpoints[name], ARTIFACTS / f"tiny-cuda-{name}", **request)
         for name, (_, _, request) in BUNDLES.items()
@@ -71,13 +71,13 @@ def step_inputs(step: FlatStep, copies: list[tuple[int, int]] | None = None) -> 
 
 @pytest.mark.parametrize("name", BUNDLES)
 def test_the_executor_computes_what_the_model_computes(
-    name: str, bundles: dict[str, Path], checkpoints: dict[str, Path]
+    name: str, cuda_bundles: dict[str, Path], checkpoints: dict[str, Path]
 ) -> None:
     """Ragged prefill, decodes mixed with a chunk and a prompt, a chunk among decodes, decodes of few tokens."""
     model = load_model(open_checkpoint(str(checkpoints[name])), torch.float32)
-    windows = sorted({a.window for piece in program(bundles[name]).pieces for a in piece.attentions})
+    windows = sorted({a.window for piece in program(cuda_bundles[name]).pieces for a in piece.attentions})
     trace = record(model, windows=windows, block_size=BLOCK)
-    executor = open_on_host(bundles[name])
+    executor = open_on_host(cuda_bundles[name])
     run = lambda step: torch.as_tensor(executor.execute(step_inputs(step)).logits).clone()  # noqa: E731
     result = compare(trace, run, "executor")
     assert result.relative_error < 1e-5
@@ -95,18 +95,18 @@ def generate(
 
 @pytest.mark.parametrize("name", BUNDLES)
 def test_tokens_are_those_of_transformers_with_and_without_graphs(
-    name: str, bundles: dict[str, Path], checkpoints: dict[str, Path]
+    name: str, cuda_bundles: dict[str, Path], checkpoints: dict[str, Path]
 ) -> None:
     random = np.random.default_rng(3)
     prompts = [random.integers(3, 320, length).tolist() for length in (5, 16, 70, 33, 1)]
     device = HostDevice()
     captured = generate(
-        bundles[name], open_on_host(bundles[name], device=device), prompts, max_chunk_tokens=24
+        cuda_bundles[name], open_on_host(cuda_bundles[name], device=device), prompts, max_chunk_tokens=24
     )
     # Five decodes are padded to six, the largest batch. All but a first step of each size is a graph's.
     assert device.num_captures >= 1
     assert device.num_replays > NUM_NEW_TOKENS // 2
-    plain = generate(bundles[name], open_on_host(bundles[name], use_graphs=False), prompts)
+    plain = generate(cuda_bundles[name], open_on_host(cuda_bundles[name], use_graphs=False), prompts)
     model = load_model(open_checkpoint(str(checkpoints[name])), torch.float32)
     for prompt, with_graphs, without in zip(prompts, captured, plain, strict=True):
         ids = torch.tensor([prompt])
@@ -120,37 +120,37 @@ def test_tokens_are_those_of_transformers_with_and_without_graphs(
 
 
 def test_what_cannot_be_captured_runs_without_graphs(
-    bundles: dict[str, Path], caplog: pytest.LogCaptureFixture
+    cuda_bundles: dict[str, Path], caplog: pytest.LogCaptureFixture
 ) -> None:
     prompts = [[5, 6, 7], [8, 9]]
     device = HostDevice(can_capture=False)
-    tokens = generate(bundles["llama"], open_on_host(bundles["llama"], device=device), prompts)
-    assert tokens == generate(bundles["llama"], open_on_host(bundles["llama"]), prompts)
+    tokens = generate(cuda_bundles["llama"], open_on_host(cuda_bundles["llama"], device=device), prompts)
+    assert tokens == generate(cuda_bundles["llama"], open_on_host(cuda_bundles["llama"]), prompts)
     assert "decode steps run without CUDA graphs from now on: it cannot be captured" in caplog.text
 
 
-def test_pieces_that_differ_in_weights_share_a_package(bundles: dict[str, Path]) -> None:
-    pieces = program(bundles["llama"]).pieces
+def test_pieces_that_differ_in_weights_share_a_package(cuda_bundles: dict[str, Path]) -> None:
+    pieces = program(cuda_bundles["llama"]).pieces
     assert [piece.package for piece in pieces] == ["piece_0.pt2", "piece_1.pt2", "piece_1.pt2", "piece_3.pt2"]
     assert [[a.layer for a in piece.attentions] for piece in pieces] == [[0], [1], [2], []]
     assert not set(pieces[1].weights) & set(pieces[2].weights)
-    files = {path.name for path in bundles["llama"].glob("*.pt2")}
+    files = {path.name for path in cuda_bundles["llama"].glob("*.pt2")}
     assert files == {"piece_0.pt2", "piece_1.pt2", "piece_3.pt2"}
 
 
-def test_rotary_tables_are_computed_once_for_all_layers(bundles: dict[str, Path]) -> None:
-    first, *others = program(bundles["llama"]).pieces
+def test_rotary_tables_are_computed_once_for_all_layers(cuda_bundles: dict[str, Path]) -> None:
+    first, *others = program(cuda_bundles["llama"]).pieces
     read = {name for piece in others for name in piece.inputs} & set(first.outputs)
     assert len(read) == 3  # cosines, sines, and the residual stream
 
 
-def test_tied_weights_are_stored_once(bundles: dict[str, Path]) -> None:
-    pieces = program(bundles["gemma2"]).pieces
+def test_tied_weights_are_stored_once(cuda_bundles: dict[str, Path]) -> None:
+    pieces = program(cuda_bundles["gemma2"]).pieces
     assert set(pieces[0].weights) & set(pieces[-1].weights)
 
 
-def test_windows_and_soft_caps_reach_the_attention(bundles: dict[str, Path]) -> None:
-    attentions = [a for piece in program(bundles["gemma2"]).pieces for a in piece.attentions]
+def test_windows_and_soft_caps_reach_the_attention(cuda_bundles: dict[str, Path]) -> None:
+    attentions = [a for piece in program(cuda_bundles["gemma2"]).pieces for a in piece.attentions]
     assert [(a.window, a.soft_cap) for a in attentions] == [(8, 2.0), (0, 2.0)]
 
 
@@ -158,8 +158,8 @@ def logits(executor: CudaExecutor, *sequences: Any, **options: Any) -> np.ndarra
     return np.array(executor.execute(flat_step(*sequences, **options)).logits)
 
 
-def test_copied_blocks_are_read_where_they_were_copied_to(bundles: dict[str, Path]) -> None:
-    executor = open_on_host(bundles["llama"])
+def test_copied_blocks_are_read_where_they_were_copied_to(cuda_bundles: dict[str, Path]) -> None:
+    executor = open_on_host(cuda_bundles["llama"])
     logits(executor, ([7, 8, 9], 0, [0]))
     expected = logits(executor, ([10], 3, [0]))
     copied = logits(executor, ([10], 3, [5]), copies=(0, 4, 4, 5))
@@ -168,27 +168,29 @@ def test_copied_blocks_are_read_where_they_were_copied_to(bundles: dict[str, Pat
 
 
 def test_rows_that_do_not_fit_into_the_memory_for_logits_come_in_several_runs(
-    bundles: dict[str, Path],
+    cuda_bundles: dict[str, Path],
 ) -> None:
-    manifest = read_manifest(bundles["llama"])
+    manifest = read_manifest(cuda_bundles["llama"])
     few = replace(manifest, engine={**manifest.engine, "num_logits_rows": 6})
     prompt = (list(range(20, 40)), 0, [3, 1])
     rows = list(range(20))
-    whole = logits(open_on_host(bundles["llama"]), prompt, rows=rows)
+    whole = logits(open_on_host(cuda_bundles["llama"]), prompt, rows=rows)
     device = HostDevice()
-    parts = logits(open_on_host(bundles["llama"], device=device, manifest=few), prompt, rows=rows)
+    parts = logits(open_on_host(cuda_bundles["llama"], device=device, manifest=few), prompt, rows=rows)
     assert device.num_uploads == 4
     np.testing.assert_allclose(parts, whole, atol=1e-5)
     assert len(np.unique(parts, axis=0)) == 20
 
 
-def test_a_step_without_rows_gives_no_logits(bundles: dict[str, Path]) -> None:
-    assert logits(open_on_host(bundles["llama"]), ([7, 8, 9], 0, [0]), rows=[]).shape == (0, 320)
+def test_a_step_without_rows_gives_no_logits(cuda_bundles: dict[str, Path]) -> None:
+    assert logits(open_on_host(cuda_bundles["llama"]), ([7, 8, 9], 0, [0]), rows=[]).shape == (0, 320)
 
 
-def test_shapes_and_pages_outside_are_refused_before_the_engine_sees_them(bundles: dict[str, Path]) -> None:
+def test_shapes_and_pages_outside_are_refused_before_the_engine_sees_them(
+    cuda_bundles: dict[str, Path],
+) -> None:
     device = HostDevice()
-    executor = open_on_host(bundles["llama"], device=device)
+    executor = open_on_host(cuda_bundles["llama"], device=device)
     num_blocks = executor.limits.num_blocks
     faults: list[tuple[dict[str, Any], str]] = [
         (
@@ -212,8 +214,8 @@ def test_shapes_and_pages_outside_are_refused_before_the_engine_sees_them(bundle
         executor.execute(flat_step(([1], 0, [0])))
 
 
-def test_the_memory_plan_counts_everything(bundles: dict[str, Path]) -> None:
-    bundle = bundles["llama"]
+def test_the_memory_plan_counts_everything(cuda_bundles: dict[str, Path]) -> None:
+    bundle = cuda_bundles["llama"]
     manifest = read_manifest(bundle)
     block_bytes = 3 * 2 * BLOCK * 2 * 16 * 4  # layers, K and V, tokens, heads, elements, bytes
     plan = open_on_host(bundle, kv_cache_bytes=10 * block_bytes + 1).memory
@@ -233,8 +235,8 @@ def test_the_memory_plan_counts_everything(bundles: dict[str, Path]) -> None:
 
 
 @pytest.mark.parametrize("content", [b"", b"no archive"])
-def test_a_damaged_package_is_named(content: bytes, bundles: dict[str, Path], tmp_path: Path) -> None:
-    for path in bundles["llama"].iterdir():
+def test_a_damaged_package_is_named(content: bytes, cuda_bundles: dict[str, Path], tmp_path: Path) -> None:
+    for path in cuda_bundles["llama"].iterdir():
         (tmp_path / path.name).symlink_to(path)
     (tmp_path / "piece_1.pt2").unlink()
     (tmp_path / "piece_1.pt2").write_bytes(content)
@@ -242,8 +244,8 @@ def test_a_damaged_package_is_named(content: bytes, bundles: dict[str, Path], tm
         open_on_host(tmp_path)
 
 
-def test_a_damaged_program_is_named(bundles: dict[str, Path], tmp_path: Path) -> None:
-    for path in bundles["llama"].iterdir():
+def test_a_damaged_program_is_named(cuda_bundles: dict[str, Path], tmp_path: Path) -> None:
+    for path in cuda_bundles["llama"].iterdir():
         (tmp_path / path.name).symlink_to(path)
     content = json.loads((tmp_path / "engine.json").read_text())
     (tmp_path / "engine.json").unlink()
@@ -261,9 +263,9 @@ needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a 
 
 
 @needs_no_gpu
-def test_loading_without_a_gpu_is_refused_before_the_engine_is_touched(bundles: dict[str, Path]) -> None:
+def test_loading_without_a_gpu_is_refused_before_the_engine_is_touched(cuda_bundles: dict[str, Path]) -> None:
     with pytest.raises(BundleError, match=r"built with/for an NVIDIA GPU .* 9\.0, found no CUDA device"):
-        LLM(bundles["llama"])
+        LLM(cuda_bundles["llama"])
 
 
 @needs_no_gpu
@@ -285,8 +287,12 @@ def test_what_a_build_cannot_be_for_is_refused() -> None:
     assert "8.0 or later, this one is 7.5" in (unsupported_reason("7.5", None) or "")
 
 
-def test_a_bundle_says_what_it_needs(bundles: dict[str, Path]) -> None:
-    done = CliRunner().invoke(inspect.command, [str(bundles["llama"])])
+def test_a_bundle_says_what_it_needs(cuda_bundles: dict[str, Path]) -> None:
+    done = CliRunner().invoke(inspect.command, [str(cuda_bundles["llama"])])
     assert done.exit_code == 0, done.output
     assert f"torch {torch.__version__}, a GPU of compute capability 9.0" in done.output
     assert default_output("org/Name", "cuda", "int4") == Path("artifacts/Name-cuda-int4")
+
+
+def test_the_torch_of_this_machine_is_known_without_importing_it() -> None:
+    assert HostFacts.detect().torch_version == torch.__version__

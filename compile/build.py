@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import transformers
+from torch import nn
 
 from .. import __version__
 from ..errors import BuildError
@@ -31,14 +32,20 @@ from .bundle import (
 from .checkpoint import Checkpoint, load_model, open_checkpoint, write_serving_files
 from .export import check_windows, export, kv_geometry
 from .memory import MemoryPlan
+from .merge_quantized import merge_quantized_siblings
+from .model_loading import empty_model
 from .progress import Progress
 from .proof import MAX_PROVED_WINDOW, compare, exported_step, record
 from .quantize import Quantization, quantize_linears
+from .quantize_experts import quantize_experts
 from .segments import PAGED_ATTENTION, attention_of, layer_prefix
 from .targets.base import Exported, Target
 from .targets.cpu_target import CpuTarget
+from .targets.torch_tensorrt import TORCH_TENSORRT, require_torch_tensorrt
+from .weight_plan import WeightPlan
 
 TARGETS = ("cpu", TENSORRT, TENSORRT_RTX, "cuda")
+FRONTENDS = ("onnx", TORCH_TENSORRT)
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 DEFAULT_MAX_MODEL_LEN = 8192
 DEFAULT_KV_CACHE_BYTES = 1 << 30
@@ -46,7 +53,10 @@ DEFAULT_KV_CACHE_BYTES = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class BuildRequest:
-    """What a user asks `pelton build` for; None lets `resolve` choose."""
+    """What a user asks `pelton build` for; None lets `resolve` choose.
+
+    `frontend`: what hands the graph to TensorRT; only `--target tensorrt` has the choice.
+    """
 
     model: str
     output: Path | None = None
@@ -59,6 +69,7 @@ class BuildRequest:
     kv_cache_bytes: int = DEFAULT_KV_CACHE_BYTES
     quantize: str | None = None
     gpus: tuple[str, ...] = ()
+    frontend: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,9 +90,14 @@ class BuildPlan:
     warnings: tuple[str, ...]
 
     def explain(self) -> list[tuple[str, str]]:
-        """Rows (name, text) on what the target derives from the limits."""
+        """Rows (name, text) on how weights are quantised and what the target derives from the limits."""
         geometry = kv_geometry(self.checkpoint.config)
-        return self.target.explain(geometry, self.limits, self.memory.num_blocks)
+        rows = self.target.explain(geometry, self.limits, self.memory.num_blocks)
+        return [("quantisation", str(self.weights)), *rows] if self.weights.scheme else rows
+
+    @property
+    def weights(self) -> WeightPlan:
+        return WeightPlan(self.quantization, self.checkpoint.packed)
 
     @property
     def command(self) -> str:
@@ -115,14 +131,17 @@ def resolve(request: BuildRequest) -> BuildPlan:
     if request.output is not None:  # before the checkpoint is read, which may take a while
         check_replaceable(request.output)
     checkpoint = open_checkpoint(request.model)
+    weights = WeightPlan(quantization, checkpoint.packed)
+    weights.check(request.model, request.target)
     config: Any = checkpoint.config
     warnings = list(checkpoint.warnings)
     dtype = _dtype(request.dtype, target, checkpoint.dtype_name)
     if request.dtype == "auto" and dtype != checkpoint.dtype_name:
         warnings.append(f"the checkpoint is {checkpoint.dtype_name}; it is built in {dtype} on this target")
-    output = request.output or default_output(request.model, target.name, request.quantize or dtype)
+    output = request.output or default_output(request.model, target.name, weights.scheme or dtype)
     check_replaceable(output)
-    facts = _facts(checkpoint)
+    empty = empty_model(config)
+    facts = _facts(checkpoint, empty)
     trained = facts.max_position_embeddings
     max_model_len = request.max_model_len or min(trained, DEFAULT_MAX_MODEL_LEN)
     if max_model_len > trained:
@@ -136,7 +155,9 @@ def resolve(request: BuildRequest) -> BuildPlan:
         block_size=request.block_size,
         kv_cache_bytes=request.kv_cache_bytes,
     )
-    memory = target.plan_memory(config, facts, limits, getattr(torch, dtype))
+    torch_dtype = getattr(torch, dtype)
+    num_bytes = weights.num_bytes(empty, facts.num_layers, torch_dtype)
+    memory = target.plan_memory(config, facts, limits, torch_dtype, num_bytes)
     if not memory.num_blocks:
         raise BuildError(
             f"kv_cache_bytes: {request.kv_cache_bytes} is less than one block of {memory.block_bytes} bytes"
@@ -158,7 +179,11 @@ def resolve(request: BuildRequest) -> BuildPlan:
         dtype=dtype,
         limits=limits,
         versions=versions,
-        options={**target.options(), "quantize": request.quantize, "sources": _source_hash()},
+        options={
+            **target.options(),
+            "quantization": weights.facts(),
+            "sources": _source_hash(),
+        },
     )
     return BuildPlan(
         request,
@@ -177,6 +202,7 @@ def resolve(request: BuildRequest) -> BuildPlan:
 
 
 def _target(request: BuildRequest) -> Target:
+    _check_frontend(request)
     if request.target == "cpu":
         if request.gpus:
             raise BuildError("gpu: the cpu target has none; --gpu goes with --target tensorrt-rtx")
@@ -197,8 +223,24 @@ def _target(request: BuildRequest) -> Target:
             raise BuildError(
                 f"target: {request.target} needs {error.name}: `pip install 'pelton[rtx]'`"
             ) from error
-        return TensorRTTarget(request.target, gpus=request.gpus, scheme=request.quantize)
+        return TensorRTTarget(
+            request.target, gpus=request.gpus, scheme=request.quantize, frontend=request.frontend
+        )
     raise BuildError(f"target: {request.target!r} is unknown; choose one of {', '.join(TARGETS)}")
+
+
+def _check_frontend(request: BuildRequest) -> None:
+    if request.frontend is None:
+        return
+    if request.frontend not in FRONTENDS:
+        raise BuildError(f"frontend: {request.frontend!r} is unknown; choose one of {', '.join(FRONTENDS)}")
+    if request.target != TENSORRT:
+        raise BuildError(
+            f"frontend: only --target tensorrt has a choice of how the graph is handed over, {request.target} has not: "
+            "leave --frontend out"
+        )
+    if request.frontend == TORCH_TENSORRT:
+        require_torch_tensorrt()
 
 
 def _quantization(request: BuildRequest) -> Quantization | None:
@@ -248,14 +290,20 @@ def build(plan: BuildPlan, progress: Progress, *, force: bool = False) -> tuple[
 def _build_into(staging: Path, plan: BuildPlan, progress: Progress) -> Manifest:
     target, dtype, block_size = plan.target, getattr(torch, plan.dtype), plan.limits.block_size
     with progress.stage("load weights"):
-        model = load_model(plan.checkpoint, dtype)
+        model = load_model(plan.checkpoint, dtype, progress.warning)
     geometry = kv_geometry(model.config)
     if plan.quantization is not None:
         with progress.stage(f"quantise to {plan.quantization.scheme}"):
-            count = quantize_linears(model, layer_prefix(model, len(geometry)), plan.quantization)
-        progress.note(f"{count} linear layers")
+            prefix = layer_prefix(model, len(geometry))
+            count = quantize_linears(model, prefix, plan.quantization)
+            num_experts = quantize_experts(model, prefix, plan.quantization)
+        experts = f", the routed experts of {num_experts} layers" if num_experts else ""
+        progress.note(f"{count} linear layers{experts}")
     with progress.stage("export"):
-        program = export(model, block_size=block_size)
+        program = export(model, block_size=block_size, experts=target.experts)
+        num_merged = merge_quantized_siblings(program)
+    if num_merged:
+        progress.note(f"{num_merged} quantised layers merged into others that read the same tensor")
     nodes = program.graph.find_nodes(op="call_function", target=PAGED_ATTENTION)
     layer_windows = [attention_of(node).window for node in nodes]
     check_windows(model.config, layer_windows)
@@ -288,7 +336,7 @@ def _build_into(staging: Path, plan: BuildPlan, progress: Progress) -> Manifest:
         needs=target.needs(),
         limits=plan.limits,
         model=plan.facts,
-        engine={**engine, "windows": windows, "quantization": plan.request.quantize},
+        engine={**engine, "windows": windows, "quantization": plan.weights.facts()},
         quality={"proofs": [proof.to_json() for proof in proofs], "unproved_windows": unproved},
         checkpoint_hash=plan.checkpoint.content_hash,
         content_key=plan.content_key,
@@ -312,14 +360,15 @@ def _source_hash() -> str:
     return digest.hexdigest()
 
 
-def _facts(checkpoint: Checkpoint) -> ModelFacts:
+def _facts(checkpoint: Checkpoint, model: nn.Module) -> ModelFacts:
+    """What the manifest says of the model; `model` is it without memory."""
     config: Any = checkpoint.config
     try:
         geometry = kv_geometry(config)
         return ModelFacts(
             source=checkpoint.source,
             model_type=config.model_type,
-            num_parameters=_num_parameters(config),
+            num_parameters=sum(parameter.numel() for parameter in model.parameters()),
             num_layers=config.num_hidden_layers,
             num_attention_heads=config.num_attention_heads,
             num_kv_heads=geometry[0].num_heads,
@@ -332,10 +381,3 @@ def _facts(checkpoint: Checkpoint) -> ModelFacts:
         raise BuildError(
             f"{checkpoint.source}: the config of {config.model_type} has no {error.name}: this family is not supported"
         ) from error
-
-
-def _num_parameters(config: Any) -> int:
-    """Parameters of the model that `config` describes, tied ones once; nothing is allocated."""
-    with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(config)
-    return sum(p.numel() for p in model.parameters())

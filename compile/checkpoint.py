@@ -12,9 +12,9 @@ import json
 import re
 import shutil
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,16 @@ from ..errors import BuildError
 from ..interrupts import held_interrupts
 from .gguf import GgufFile, write_config
 from .model_loading import empty_model, load_tensors, match_tensors, tied_pairs
-from .weights import Weights, find_safetensors, most_common_dtype
+from .packed_checkpoint import (
+    PackedLinears,
+    find_layers,
+    needless_biases,
+    place_layers,
+    placeholders,
+    plain_infos,
+)
+from .packed_weights import PackedFormat, read_format
+from .weights import SafetensorsWeights, Weights, find_safetensors, most_common_dtype
 
 # Files beside the weights that decide what is built or how text is read; each is part of the content hash.
 _TOKENIZER_FILES = (
@@ -71,7 +80,8 @@ class Checkpoint:
 
     `source` is what the user wrote, `path` the directory or GGUF file it stands for. `dtype_name` is the
     dtype the checkpoint says (`float32`, `bfloat16`, `float16`). `content_hash` covers weights, config and
-    tokenizer files, not their place. `warnings` are for the user to read.
+    tokenizer files, not their place. `warnings` are for the user to read. `packed` are the linear layers that are
+    stored in 4 bits, None if none is; `config` says nothing of them.
     """
 
     source: str
@@ -81,6 +91,7 @@ class Checkpoint:
     content_hash: str
     warnings: tuple[str, ...]
     weights: Weights = field(repr=False, compare=False)
+    packed: PackedLinears | None = field(default=None, repr=False)
 
 
 def open_checkpoint(model: str) -> Checkpoint:
@@ -91,10 +102,20 @@ def open_checkpoint(model: str) -> Checkpoint:
     return _open_directory(model, path)
 
 
-def load_model(checkpoint: Checkpoint, dtype: torch.dtype) -> PreTrainedModel:
-    """The model in `dtype` on the CPU for inference; every parameter loaded exactly once."""
+def load_model(
+    checkpoint: Checkpoint, dtype: torch.dtype, on_warning: Callable[[str], None] = lambda _: None
+) -> PreTrainedModel:
+    """The model in `dtype` on the CPU for inference; every parameter loaded exactly once.
+
+    Packed layers are `Int4Linear`s. `on_warning` is told what only the weights themselves show.
+    """
+    config, packed, source = checkpoint.config, checkpoint.packed, checkpoint.source
     with checkpoint.weights.open() as tensors:
-        return load_tensors(checkpoint.config, tensors, dtype, checkpoint.source)
+        if packed is None:
+            return load_tensors(config, tensors, dtype, source)
+        model = load_tensors(config, placeholders(tensors, packed, dtype), dtype, source)
+        place_layers(model, tensors, packed, on_warning)
+        return model
 
 
 def write_serving_files(checkpoint: Checkpoint, directory: Path) -> None:
@@ -164,13 +185,22 @@ def _open_gguf(model: str, path: Path) -> Checkpoint:
 
 
 def _open_directory(model: str, path: Path) -> Checkpoint:
-    config = _read_config(path)
+    config, packed_format = _read_config(path)
     if not any((path / name).is_file() for name in _VOCABULARIES):
         raise BuildError(f"{path}: no tokenizer: expected one of {', '.join(_VOCABULARIES)}")
     weights = find_safetensors(path)
     warnings = list(weights.warnings)
+    packed = None
+    if packed_format is not None:
+        weights, packed = _find_packed(path, config, weights, packed_format, warnings)
+    elif stray := [name for name in weights.infos if name.endswith(".qweight")]:
+        raise BuildError(
+            f"{path}: {stray[0]} is packed, but config.json has no quantization_config that says how; take it from the "
+            "checkpoint's quantize_config.json or quant_config.json, with its quant_method (gptq or awq)"
+        )
+    infos = weights.infos if packed is None else plain_infos(weights.infos, packed)
     empty = empty_model(config)
-    found = match_tensors(empty, weights.infos, str(path))
+    found = match_tensors(empty, infos, str(path))
     for head, embedding in tied_pairs(empty, found):
         if not _equal(weights, head, embedding):
             config.tie_word_embeddings = False
@@ -178,15 +208,41 @@ def _open_directory(model: str, path: Path) -> Checkpoint:
                 f"config.json ties {head} to {embedding}, but the checkpoint holds two different tensors: "
                 f"the file's {head} is used"
             )
-    dtype = config.dtype or most_common_dtype(weights.infos)
+    dtype = config.dtype or most_common_dtype(infos)
     present = [path / name for name in (*_CONFIG_FILES, *_TOKENIZER_FILES) if (path / name).is_file()]
     content_hash = _content_hash([*present, *weights.files])
     dtype_name = str(dtype).removeprefix("torch.")
-    return Checkpoint(model, path, config, dtype_name, content_hash, tuple(warnings), weights)
+    return Checkpoint(model, path, config, dtype_name, content_hash, tuple(warnings), weights, packed)
 
 
-def _read_config(path: Path) -> PreTrainedConfig:
-    """The config, refused if it is not that of a text-only, unquantised causal LM that transformers knows."""
+def _find_packed(
+    path: Path,
+    config: PreTrainedConfig,
+    weights: SafetensorsWeights,
+    packed_format: PackedFormat,
+    warnings: list[str],
+) -> tuple[SafetensorsWeights, PackedLinears]:
+    """The packed layers, and the weights without what they store for nothing. A packed head is untied in `config`."""
+    empty = empty_model(config)
+    packed = find_layers(empty, weights.infos, packed_format, str(path))
+    for name, layer in packed.layers.items():
+        if f"{layer.module}.weight" in empty.all_tied_weights_keys:
+            config.tie_word_embeddings = False
+            warnings.append(
+                f"config.json ties {name} to the embedding, but the checkpoint holds it packed: that is used"
+            )
+    with weights.open() as tensors:
+        needless = needless_biases(empty, tensors, packed)
+    infos = {name: info for name, info in weights.infos.items() if name not in needless}
+    return replace(weights, infos=infos), packed
+
+
+def _read_config(path: Path) -> tuple[PreTrainedConfig, PackedFormat | None]:
+    """The config, and how linear layers are packed if they are.
+
+    Refused if it is not that of a text-only causal LM that transformers knows, or one quantised in a way that is not
+    known here.
+    """
     file = path / "config.json"
     if not file.is_file():
         adapter = " (a LoRA adapter? Merge it into its base model first)"
@@ -211,7 +267,16 @@ def _read_config(path: Path) -> PreTrainedConfig:
     except (StrictDataclassError, ValueError, TypeError, KeyError, AttributeError, OSError) as error:
         raise BuildError(f"{file}: not a valid {model_type} config: {_one_line(error)}") from error
     _check_supported(file, config, facts.get("architectures") or [])
-    return config
+    quantisation = facts.get("quantization_config")
+    if quantisation is None:
+        return config, None
+    del config.quantization_config  # or transformers would look for the libraries that it names
+    if not isinstance(quantisation, dict):
+        raise BuildError(f"{file}: quantization_config is no object")
+    try:
+        return config, read_format(quantisation)
+    except BuildError as error:
+        raise BuildError(f"{file}: {error}") from error
 
 
 def _check_supported(file: Path, config: PreTrainedConfig, architectures: list[str]) -> None:
@@ -228,14 +293,6 @@ def _check_supported(file: Path, config: PreTrainedConfig, architectures: list[s
         raise BuildError(f"{file}: {config.model_type} is not a causal LM")
     if architectures and not any(name.endswith(_CAUSAL_LM) for name in architectures):
         raise BuildError(f"{file}: the checkpoint is a {' / '.join(architectures)}, not a causal LM")
-    quantisation = getattr(config, "quantization_config", None)
-    if quantisation is not None:
-        method = (
-            quantisation.get("quant_method") if isinstance(quantisation, dict) else quantisation.quant_method
-        )
-        raise BuildError(
-            f"{file}: quantised checkpoints ({method}) are not supported; use the original checkpoint"
-        )
 
 
 def _load_tokenizer(path: Path) -> Any:

@@ -15,10 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
+from torch.nn import functional
 from transformers import AttentionInterface
 
 from ..errors import BuildError
 from ..plugins_trt.paged_attention import paged_attention
+from .experts import BATCHED, PELTON, check_experts, use_experts
 
 log = logging.getLogger(__name__)
 
@@ -73,6 +75,9 @@ def _attention(
         raise BuildError(f"{type(module).__name__} passes {', '.join(unknown)} to attention: not supported")
     if attention_mask is not None:
         raise BuildError(f"{type(module).__name__} builds its own attention mask: not supported")
+    value_size = value.shape[-1]
+    if value_size < key.shape[-1]:  # latent attention: pages hold values as wide as keys
+        value = functional.pad(value, (0, key.shape[-1] - value_size))
     step = _step.get()
     layer = getattr(module, "layer_idx", None)
     if not isinstance(layer, int):
@@ -93,7 +98,7 @@ def _attention(
         float(softcap or 0.0),
     )
     step.new_k_caches[layer], step.new_v_caches[layer] = k_cache, v_cache
-    return out[None], None
+    return out[None, ..., :value_size], None
 
 
 class FlatModel(nn.Module):
@@ -144,6 +149,11 @@ def first_line(error: Exception) -> str:
 
 def kv_geometry(config: Any) -> tuple[KVGeometry, ...]:
     """Pages of each layer, from a transformers config."""
+    if getattr(
+        config, "kv_lora_rank", None
+    ):  # latent attention, whose keys and values are expanded for every head
+        width = config.qk_nope_head_dim + config.qk_rope_head_dim
+        return tuple(KVGeometry(config.num_attention_heads, width) for _ in range(config.num_hidden_layers))
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     num_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     return tuple(KVGeometry(num_heads, head_dim) for _ in range(config.num_hidden_layers))
@@ -175,21 +185,21 @@ def check_windows(config: Any, windows: Sequence[int]) -> None:
             )
 
 
-def export(model: nn.Module, *, block_size: int) -> ExportedProgram:
+def export(model: nn.Module, *, block_size: int, experts: str = BATCHED) -> ExportedProgram:
     """Export `model` (a causal LM in eval mode) with dynamic T, B, M, N and number of blocks.
 
-    Raises `BuildError` with the reason when the family cannot be exported.
+    `experts`: how routed experts are computed, a name of `experts.py`. Raises `BuildError` with the reason when the
+    family cannot be exported.
     """
     config: Any = model.config
     AttentionInterface.register(ATTENTION, _attention)
     try:
         model.set_attn_implementation(ATTENTION)  # type: ignore[operator]
-        # Routed experts: the default form, grouped_mm, has no ONNX function.
-        model.set_experts_implementation("batched_mm")  # type: ignore[operator]
     except Exception as error:
         raise BuildError(
             f"{type(model).__name__} does not take another attention, so it cannot be exported: {first_line(error)}"
         ) from error
+    use_experts(model, experts)
     geometry = kv_geometry(config)
     dtype = next(model.parameters()).dtype
     # No size of an example may be 1 (it would be specialised), and no two may be equal by accident.
@@ -214,7 +224,7 @@ def export(model: nn.Module, *, block_size: int) -> ExportedProgram:
     flat = FlatModel(model, len(geometry))
     try:
         with torch.no_grad():
-            return torch.export.export(flat, arguments, dynamic_shapes=shapes, strict=False)
+            program = torch.export.export(flat, arguments, dynamic_shapes=shapes, strict=False)
     except BuildError:
         raise
     except Exception as error:
@@ -222,3 +232,6 @@ def export(model: nn.Module, *, block_size: int) -> ExportedProgram:
         raise BuildError(
             f"{type(model).__name__} cannot be exported: {type(error).__name__}: {first_line(error)}"
         ) from error
+    if experts == PELTON:
+        check_experts(model, program.graph)
+    return program

@@ -62,15 +62,15 @@ def plan_memory(
     )
 
 
-def plan_gpu_memory(facts: ModelFacts, limits: Limits, dtype: torch.dtype) -> MemoryPlan:
-    """The GPU memory of one engine, as far as it can be known before the builder chooses kernels: weights once (the
-    head reads the embedding where it is tied), the pages, and of the activations those of one layer.
+def plan_gpu_memory(facts: ModelFacts, limits: Limits, dtype: torch.dtype, weights: int) -> MemoryPlan:
+    """The GPU memory of one engine, as far as it can be known before the builder chooses kernels: `weights` bytes once
+    (the head reads the embedding where it is tied), the pages, and of the activations those of one layer.
     """
     layers = facts.num_layers
     block = block_bytes([facts.num_kv_heads] * layers, [facts.head_dim] * layers, limits.block_size, dtype)
     num_blocks = limits.kv_cache_bytes // block
     return MemoryPlan(
-        weights=facts.num_parameters * dtype.itemsize,
+        weights=weights,
         kv_pages=num_blocks * block,
         activations=limits.max_step_tokens * (16 * facts.hidden_size * dtype.itemsize + facts.vocab_size * 4),
         num_blocks=num_blocks,

@@ -48,7 +48,7 @@ def match_tensors(model: PreTrainedModel, infos: Mapping[str, TensorInfo], sourc
     found: dict[str, str] = {}
     unexpected: list[str] = []
     has_merged = False
-    for name, target, pattern in _renamed(model, infos):
+    for name, target, pattern in renamed(model, infos):
         info = infos[name]
         if target not in expected:
             unexpected.append(name)
@@ -74,6 +74,19 @@ def match_tensors(model: PreTrainedModel, infos: Mapping[str, TensorInfo], sourc
         tied = _present_through_ties(model, found.keys())
         _refuse(source, missing=[name for name in expected if name not in found and name not in tied])
     return found
+
+
+def renamed(model: PreTrainedModel, names: Iterable[str]) -> Iterator[tuple[str, str, str | None]]:
+    """`(name, parameter, pattern)` for each of the stored `names`, in order.
+
+    `pattern` is set if several tensors are merged into that parameter.
+    """
+    expected = model.state_dict()
+    conversions = get_model_conversion_mapping(model)
+    renamings = [entry for entry in conversions if isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in conversions if isinstance(entry, WeightConverter)]
+    for name in names:
+        yield name, *rename_source_key(name, renamings, converters, model.base_model_prefix, expected)
 
 
 def tied_pairs(model: PreTrainedModel, found: Mapping[str, str]) -> list[tuple[str, str]]:
@@ -126,20 +139,10 @@ def load_tensors(
     return model.eval()
 
 
-def _renamed(model: PreTrainedModel, names: Iterable[str]) -> Iterator[tuple[str, str, str | None]]:
-    """`(name, parameter, pattern)`; `pattern` is set if several tensors are merged into that parameter."""
-    expected = model.state_dict()
-    conversions = get_model_conversion_mapping(model)
-    renamings = [entry for entry in conversions if isinstance(entry, WeightRenaming)]
-    converters = [entry for entry in conversions if isinstance(entry, WeightConverter)]
-    for name in names:
-        yield name, *rename_source_key(name, renamings, converters, model.base_model_prefix, expected)
-
-
 def _uneven_merges(model: PreTrainedModel, names: Iterable[str]) -> list[str]:
     """Merged parameters made from fewer stored tensors than the same parameter of another layer."""
     counts: dict[str, Counter[str]] = {}
-    for _, target, pattern in _renamed(model, names):
+    for _, target, pattern in renamed(model, names):
         if pattern is not None:
             counts.setdefault(target, Counter())[pattern] += 1
     usual: dict[str, Counter[str]] = {}

@@ -22,7 +22,9 @@ from torch.export import ExportedProgram
 from ..errors import BuildError
 from ..plugins_trt import fp8_linear as _fp8_linear
 from ..plugins_trt import int4_linear as _int4_linear
+from ..plugins_trt.moe_experts import ACTIVATIONS
 from ..plugins_trt.plugin import NAMESPACE
+from .experts import MOE_EXPERTS
 from .export import first_line
 from .segments import PAGED_ATTENTION
 
@@ -60,16 +62,28 @@ _SCHEMAS = (
         (("out", "T"), ("k_cache_out", "C"), ("v_cache_out", "C")),
         {"scale": _FLOAT, "window": _INT, "soft_cap": _FLOAT},
     ),
-    # A symmetric weight has no zeros: the last input is left out then.
+    # The options are zeros, perm, both or none, as the weight has them: TensorRT refuses a plugin's input that is left
+    # out before another one.
     NodeSchema(
         "int4_linear",
-        (("x", "T"), ("qweight", "Q"), ("scales", "S"), ("zeros", "Q")),
+        (("x", "T"), ("qweight", "Q"), ("scales", "S"), ("option_0", "A"), ("option_1", "B")),
         (("out", "T"),),
         {"group_size": _INT},
         num_required=3,
     ),
     NodeSchema(
         "fp8_linear", (("x", "T"), ("weight", "W"), ("weight_scale", "S")), (("out", "T"),), {}
+    ),
+    # Stacks of floats have neither scales nor zeros, those of fp8 and of symmetric int4 have no zeros.
+    NodeSchema(
+        "moe_experts",
+        (
+            ("x", "T"), ("router_weights", "R"), ("expert_ids", "I"), ("gate_up", "W"), ("down", "W"),
+            ("gate_up_scales", "S"), ("down_scales", "S"), ("gate_up_zeros", "Z"), ("down_zeros", "Z"),
+        ),
+        (("out", "T"),),
+        {"activation": _INT, "group_size": _INT},
+        num_required=5,
     ),
 )  # fmt: skip
 
@@ -119,18 +133,32 @@ def _translations(opset: Any) -> dict[Callable[..., Any], Callable[..., Any]]:
             scale=scale, window=window, soft_cap=soft_cap,
         )  # fmt: skip
 
-    def int4_linear(x: Any, qweight: Any, scales: Any, zeros: Any, group_size: int) -> Any:
-        weights = (qweight, scales) if zeros is None else (qweight, scales, zeros)
-        return opset.int4_linear(x, *weights, group_size=group_size)
+    def int4_linear(
+        x: Any, qweight: Any, scales: Any, zeros: Any, group_size: int, bias: None = None, perm: Any = None
+    ) -> Any:
+        options = [option for option in (zeros, perm) if option is not None]
+        return opset.int4_linear(x, qweight, scales, *options, group_size=group_size)
 
     def fp8_linear(x: Any, weight: Any, weight_scale: Any, input_scale: None) -> Any:
         return opset.fp8_linear(x, weight, weight_scale)
+
+    def moe_experts(
+        x: Any, router_weights: Any, expert_ids: Any, gate_up: Any, down: Any, activation: str,
+        gate_up_scales: Any = None, down_scales: Any = None, gate_up_zeros: Any = None, down_zeros: Any = None,
+        group_size: int = -1,
+    ) -> Any:  # fmt: skip
+        optional = (gate_up_scales, down_scales, gate_up_zeros, down_zeros)
+        return opset.moe_experts(
+            x, router_weights, expert_ids, gate_up, down, *(tensor for tensor in optional if tensor is not None),
+            activation=ACTIVATIONS.index(activation), group_size=group_size,
+        )  # fmt: skip
 
     pelton = torch.ops.pelton
     return {
         PAGED_ATTENTION: paged_attention,
         pelton.int4_linear.default: int4_linear,
         pelton.fp8_linear.default: fp8_linear,
+        MOE_EXPERTS: moe_experts,
     }
 
 

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -34,18 +34,32 @@ from ..plugins_trt.int4_linear import GROUP_SIZES, SYMMETRIC_ZERO, Int4Weight, n
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 _PER_WORD = 8
 _ONE_PER_NIBBLE = 0x11111111
+_SCALE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 @dataclass(frozen=True)
 class PackedFormat:
     """What a checkpoint's `quantization_config` says of all its packed layers.
 
-    `method`: awq, gptq (v1) or gptq_v2. `symmetric` is None if it does not say.
+    `method`: awq, gptq (v1) or gptq_v2. `symmetric` is None if it does not say. `act_order`: input features may be
+    dealt out to groups in any order. `plain` are the modules that it says are stored as they were.
     """
 
     method: str
     group_size: int
     symmetric: bool | None = None
+    act_order: bool = False
+    plain: tuple[str, ...] = ()
+
+
+class Described(Protocol):
+    """A tensor, or what the header of its file says of it."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
 
 
 @dataclass(frozen=True)
@@ -57,66 +71,90 @@ class PackedLayer:
 
 
 def read_format(config: Mapping[str, Any]) -> PackedFormat:
-    """The format that a `quantization_config` describes; `BuildError` if its layers cannot be repacked."""
+    """The format that a `quantization_config` describes.
+
+    `BuildError` naming the field, the reason and what to do if its layers cannot be repacked.
+    """
     method = config.get("quant_method")
     if method not in ("awq", "gptq"):
-        raise BuildError(
-            f"quantization_config: quant_method {method!r} is not a packed 4-bit format (awq, gptq)"
-        )
+        raise _refusal(f"quant_method {method!r} is not read, only 4-bit awq and gptq are")
     bits = config.get("bits", config.get("w_bit"))
     if bits != 4:
-        raise BuildError(f"quantization_config: {method} with bits {bits}; only 4 bits are supported")
+        raise _refusal(f"{method} with bits {bits}; the kernels take 4 bits only")
     group_size = config.get("group_size", config.get("q_group_size"))
     if group_size not in GROUP_SIZES:
-        raise BuildError(
-            f"quantization_config: group_size {group_size}; supported are {', '.join(map(str, GROUP_SIZES))} (-1: "
-            "one group)"
-        )
+        supported = ", ".join(map(str, GROUP_SIZES))
+        raise _refusal(f"{method} with group_size {group_size}; supported are {supported} (-1: one group)")
     if config.get("dynamic"):
-        raise BuildError(
-            "quantization_config: dynamic (settings that differ between layers) is not supported"
-        )
+        raise _refusal("dynamic (settings that differ between layers) is not supported")
+    plain = tuple(config.get("modules_not_to_convert") or ())
     if method == "awq":
         version = str(config.get("version", "gemm")).lower()
         if version != "gemm":
-            raise BuildError(f"quantization_config: AWQ version {version!r}; only gemm is supported")
-        return PackedFormat("awq", group_size)
-    label = config.get("checkpoint_format", config.get("format", "gptq"))
-    if label not in ("gptq", "gptq_v2") or config.get("is_marlin_format"):
-        raise BuildError(
-            f"quantization_config: GPTQ checkpoint_format {'marlin' if config.get('is_marlin_format') else label!r}; "
-            "only gptq and gptq_v2 are supported"
-        )
+            raise _refusal(f"AWQ version {version!r}; only gemm is supported")
+        return PackedFormat("awq", group_size, plain=plain)
+    label = "marlin" if config.get("is_marlin_format") else _checkpoint_format(config)
+    if label not in ("gptq", "gptq_v2"):
+        raise _refusal(f"GPTQ checkpoint_format {label!r}; only gptq and gptq_v2 are supported")
     if config.get("pack_dtype", "int32") not in ("int32", torch.int32):
-        raise BuildError(f"quantization_config: pack_dtype {config['pack_dtype']}; only int32 is supported")
-    return PackedFormat(label, group_size, config.get("sym"))
+        raise _refusal(f"pack_dtype {config['pack_dtype']}; only int32 is supported")
+    return PackedFormat(label, group_size, config.get("sym"), bool(config.get("desc_act")), plain)
+
+
+def _checkpoint_format(config: Mapping[str, Any]) -> object:
+    return config.get("checkpoint_format", config.get("format", "gptq"))
+
+
+def _refusal(reason: str) -> BuildError:
+    return BuildError(
+        f"quantization_config: {reason}; use an AWQ or GPTQ checkpoint of 4 bits, or the original one with --quantize"
+    )
+
+
+def layer_shape(name: str, tensors: Mapping[str, Described], packed: PackedFormat) -> tuple[int, int]:
+    """(output features, input features) of the layer `name`, from its tensors by their last name.
+
+    They are `qweight`, `qzeros`, `scales`, perhaps `g_idx`. `BuildError` names the one that is missing or does not fit
+    the others; the values of `g_idx` are not looked at.
+    """
+    qweight, qzeros, scales = (_matrix(name, tensors, leaf) for leaf in ("qweight", "qzeros", "scales"))
+    if packed.method == "awq":
+        in_features, out_features = qweight[0], qweight[1] * _PER_WORD
+    else:
+        in_features, out_features = qweight[0] * _PER_WORD, qweight[1]
+    groups = num_groups(in_features, packed.group_size)
+    if scales != (groups, out_features):
+        raise BuildError(
+            f"{name}.scales: shape {list(scales)} where {in_features} x {out_features} weights in groups of "
+            f"{packed.group_size} need {[groups, out_features]}"
+        )
+    if qzeros != (groups, out_features // _PER_WORD) or out_features % _PER_WORD:
+        raise BuildError(
+            f"{name}.qzeros: shape {list(qzeros)} does not fit {groups} groups of {out_features} output features"
+        )
+    g_idx = tensors.get("g_idx")
+    if g_idx is not None and packed.method == "awq":
+        raise BuildError(f"{name}.g_idx: AWQ has no act-order; is the checkpoint GPTQ?")
+    if g_idx is not None and (
+        tuple(g_idx.shape) not in ((0,), (in_features,)) or g_idx.dtype not in (torch.int32, torch.int64)
+    ):
+        raise BuildError(
+            f"{name}.g_idx: {g_idx.dtype} {list(g_idx.shape)} where {in_features} integers are expected"
+        )
+    return out_features, in_features
 
 
 def repack(name: str, tensors: Mapping[str, Tensor], packed: PackedFormat) -> PackedLayer:
-    """The layer `name`, from its tensors by their last name (`qweight`, `qzeros`, `scales`, perhaps `g_idx`).
+    """The layer `name` (see `layer_shape`) in the operator's layout.
 
-    `BuildError` names the tensor if it is missing or does not fit the others.
+    `BuildError` names the tensor if it is missing, does not fit the others or has groups that cannot be honoured.
     """
-    qweight, qzeros, scales = (_tensor(name, tensors, leaf) for leaf in ("qweight", "qzeros", "scales"))
+    _, in_features = layer_shape(name, tensors, packed)
+    qweight, qzeros = tensors["qweight"], tensors["qzeros"]
+    perm: Tensor | None = None
+    warnings: tuple[str, ...] = ()
     if packed.method == "awq":
-        in_features, out_features = qweight.shape[0], qweight.shape[1] * _PER_WORD
-    else:
-        in_features, out_features = qweight.shape[0] * _PER_WORD, qweight.shape[1]
-    groups = num_groups(in_features, packed.group_size)
-    if scales.shape != (groups, out_features):
-        raise BuildError(
-            f"{name}.scales: shape {list(scales.shape)} where {in_features} x {out_features} weights in groups of "
-            f"{packed.group_size} need {[groups, out_features]}"
-        )
-    if qzeros.shape != (groups, out_features // _PER_WORD) or out_features % _PER_WORD:
-        raise BuildError(
-            f"{name}.qzeros: shape {list(qzeros.shape)} does not fit {groups} groups of {out_features} output features"
-        )
-    if packed.method == "awq":
-        if tensors.get("g_idx") is not None:
-            raise BuildError(f"{name}.g_idx: AWQ has no act-order; is the checkpoint GPTQ?")
-        values, zeros, perm = _in_awq_order(_nibbles(qweight)).T, _in_awq_order(_nibbles(qzeros)), None
-        warnings: tuple[str, ...] = ()
+        values, zeros = _in_awq_order(_nibbles(qweight)).T, _in_awq_order(_nibbles(qzeros))
     else:
         values = _nibbles(qweight.T.contiguous())
         zeros, warnings = _gptq_zeros(name, qzeros, packed)
@@ -126,7 +164,7 @@ def repack(name: str, tensors: Mapping[str, Tensor], packed: PackedFormat) -> Pa
     symmetric = bool((zeros == SYMMETRIC_ZERO).all())
     weight = Int4Weight(
         qweight=pack_int4(values),
-        scales=scales.contiguous(),
+        scales=tensors["scales"].contiguous(),
         zeros=None if symmetric else zeros.to(torch.int8).contiguous(),
         group_size=packed.group_size,
         in_features=in_features,
@@ -135,17 +173,17 @@ def repack(name: str, tensors: Mapping[str, Tensor], packed: PackedFormat) -> Pa
     return PackedLayer(weight, warnings)
 
 
-def _tensor(name: str, tensors: Mapping[str, Tensor], leaf: str) -> Tensor:
+def _matrix(name: str, tensors: Mapping[str, Described], leaf: str) -> tuple[int, ...]:
+    """The shape of a tensor that must be a matrix, of int32 or, the scales, of floats."""
     tensor = tensors.get(leaf)
     if tensor is None:
         raise BuildError(f"{name}.{leaf}: missing from the checkpoint")
-    expected = tensor.is_floating_point() if leaf == "scales" else tensor.dtype == torch.int32
-    if tensor.ndim != 2 or not expected:
+    shape, dtype = tuple(tensor.shape), tensor.dtype
+    expected = dtype in _SCALE_DTYPES if leaf == "scales" else dtype == torch.int32
+    if len(shape) != 2 or not expected:
         kind = "floating-point" if leaf == "scales" else "int32"
-        raise BuildError(
-            f"{name}.{leaf}: {tensor.dtype} {list(tensor.shape)} where a {kind} matrix is expected"
-        )
-    return tensor
+        raise BuildError(f"{name}.{leaf}: {dtype} {list(shape)} where a {kind} matrix is expected")
+    return shape
 
 
 def _nibbles(words: Tensor) -> Tensor:
@@ -194,10 +232,6 @@ def _stored_order(name: str, g_idx: Tensor | None, in_features: int, group_size:
     if g_idx is None or g_idx.numel() == 0:
         return None
     groups = num_groups(in_features, group_size)
-    if g_idx.shape != (in_features,) or g_idx.is_floating_point():
-        raise BuildError(
-            f"{name}.g_idx: {g_idx.dtype} {list(g_idx.shape)} where {in_features} integers are expected"
-        )
     if int(g_idx.min()) < 0 or int(g_idx.max()) >= groups:
         raise BuildError(
             f"{name}.g_idx: groups {int(g_idx.min())}..{int(g_idx.max())} where 0..{groups - 1} exist"

@@ -43,11 +43,6 @@ class ShapeRange:
                 f"{self.name}: the shapes of its profile are not min <= opt <= max: {self.min}, {self.opt}, {self.max}"
             )
 
-    def holds(self, shape: Shape) -> bool:
-        return len(shape) == len(self.min) and all(
-            low <= size <= high for low, size, high in zip(self.min, shape, self.max, strict=True)
-        )
-
 
 @dataclass(frozen=True, slots=True)
 class Profile:

@@ -21,6 +21,7 @@ from rich.markup import escape
 from rich.status import Status
 
 _SAMPLE_SECONDS = 0.1
+_STEP_SECONDS = 30.0  # between lines on steps where nobody watches
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +41,8 @@ class Progress:
         self._clock = clock
         self._start = clock()
         self._active: str | None = None
+        self._step = ""
+        self._step_printed = self._start
         self.records: list[StageRecord] = []
 
     @contextmanager
@@ -49,6 +52,7 @@ class Progress:
             raise RuntimeError(f"stage {name!r} started inside {self._active!r}; stages follow one another")
         self._active = name
         start = self._clock()
+        self._step, self._step_printed = "", start
         live = self._console.is_terminal
         status = self._console.status(escape(name)) if live else None
         if not live:
@@ -71,6 +75,17 @@ class Progress:
                 f"{escape(name)}: {verb} {format_seconds(seconds)}, peak memory {format_bytes(sampler.peak)}"
             )
 
+    def step(self, text: str) -> None:
+        """Where the running stage stands: part of the live line; elsewhere a line every `_STEP_SECONDS` at most.
+
+        May be called thousands of times, from any thread.
+        """
+        self._step = text
+        now = self._clock()
+        if not self._console.is_terminal and now - self._step_printed >= _STEP_SECONDS:
+            self._step_printed = now
+            self.note(text)
+
     def note(self, text: str) -> None:
         """One line of information, such as what was found."""
         self._console.print(f"  {escape(text)}")
@@ -87,8 +102,9 @@ class Progress:
     def _refresh(self, status: Status | None, name: str, start: float, rss: int, peak: int) -> None:
         if status is not None:
             elapsed = format_seconds(self._clock() - start)
+            step = f"  {escape(self._step)}" if self._step else ""
             status.update(
-                f"{escape(name)}  {elapsed}  memory {format_bytes(rss)} (peak {format_bytes(peak)})"
+                f"{escape(name)}  {elapsed}  memory {format_bytes(rss)} (peak {format_bytes(peak)}){step}"
             )
 
 

@@ -89,9 +89,9 @@ class Trace:
 
 
 def record(model: nn.Module, *, windows: Sequence[int], block_size: int) -> Trace:
-    """Run the original `model` (its own attention, in eager form) on the sequences of the trace.
+    """Run the original `model` (its own attention and experts, in eager form) on the sequences of the trace.
 
-    In reduced precision this holds a float32 copy of the model for the time of the call.
+    In reduced precision this holds a float32 copy of the model for the time of the call; integers are shared.
     """
     extra = max((w for w in windows if w <= MAX_PROVED_WINDOW), default=0)
     steps = (((0, max(_STEPS[0][0][1], 21 + extra)), *_STEPS[0][1:]), *_STEPS[1:])
@@ -99,7 +99,7 @@ def record(model: nn.Module, *, windows: Sequence[int], block_size: int) -> Trac
     config: Any = model.config
     random = np.random.default_rng(20260101)
     token_ids = tuple(random.integers(0, config.vocab_size, length) for length in lengths)
-    reference = _logits(model if _is_float32(model) else copy.deepcopy(model).float(), token_ids)
+    reference = _logits(model if _is_float32(model) else _in_float32(model), token_ids)
     tolerance = _FLOAT32_TOLERANCE
     if not _is_float32(model):
         noise = torch.cat(_logits(model, token_ids)) - torch.cat(reference)
@@ -109,10 +109,17 @@ def record(model: nn.Module, *, windows: Sequence[int], block_size: int) -> Trac
 
 def _logits(model: nn.Module, token_ids: Sequence[np.ndarray]) -> list[Tensor]:
     model.set_attn_implementation("eager")  # type: ignore[operator]
+    model.set_experts_implementation("eager")  # type: ignore[operator]
     with torch.no_grad():
         return [
             model(input_ids=torch.from_numpy(i)[None], use_cache=False).logits[0].float() for i in token_ids
         ]
+
+
+def _in_float32(model: nn.Module) -> nn.Module:
+    """A copy. Buffers need none: the conversion replaces them where it changes them."""
+    shared = {id(buffer): buffer for buffer in model.buffers()}
+    return copy.deepcopy(model, shared).float()
 
 
 def _is_float32(model: nn.Module) -> bool:

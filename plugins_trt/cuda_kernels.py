@@ -41,10 +41,25 @@ def _fp8_linear(
 
 
 def _moe_experts(
-    x: Tensor, router_weights: Tensor, expert_ids: Tensor, gate_up: Tensor, down: Tensor, activation: str
+    x: Tensor,
+    router_weights: Tensor,
+    expert_ids: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    activation: str,
+    gate_up_scales: Tensor | None = None,
+    down_scales: Tensor | None = None,
+    gate_up_zeros: Tensor | None = None,
+    down_zeros: Tensor | None = None,
+    group_size: int = -1,
 ) -> Tensor:
     from .moe_experts_triton import moe_experts as launch
 
     return launch(
-        x.contiguous(), router_weights.contiguous(), expert_ids.contiguous(), gate_up, down, activation
+        x.contiguous(),
+        router_weights.contiguous(),
+        expert_ids.contiguous(),
+        moe_experts.Stack(gate_up, gate_up_scales, gate_up_zeros, group_size),
+        moe_experts.Stack(down, down_scales, down_zeros, group_size),
+        activation,
     )

@@ -1,5 +1,6 @@
 """`pelton::int4_linear` as a TensorRT plugin; the contract stands in `int4_linear.py`.
 
+Inputs are x, qweight and scales, then zeros and perm if the weight has them: they are told apart by their dtypes.
 Parts of a split product come from torch's caching allocator, which knows when a graph is being captured.
 """
 
@@ -7,8 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from .plugin import Described, Fields, Launch, Operator, Output
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 # Chosen by the shapes of each call; the tactics of fixed tiles follow it.
 _BY_SHAPES = 1
@@ -16,12 +21,12 @@ _FLOATS = ("float16", "bfloat16", "float32")
 
 
 def _accepts(inputs: Sequence[str], outputs: Sequence[str]) -> bool:
-    x, qweight, scales, *zeros = inputs
+    x, qweight, scales, *options = inputs
     return (
         x in _FLOATS
         and scales in _FLOATS
         and qweight == "int8"
-        and all(dtype == "int8" for dtype in zeros)
+        and options in ([], ["int8"], ["int32"], ["int8", "int32"])
         and list(outputs) == [x]
     )
 
@@ -40,14 +45,21 @@ def _tactics(inputs: Sequence[Described], fields: Fields) -> list[int]:
     ]
 
 
+def by_kind(options: Sequence[Tensor]) -> tuple[Tensor | None, Tensor | None]:
+    """zeros and perm, of the inputs that follow the scales."""
+    named = {str(option.dtype): option for option in options}
+    return named.get("torch.int8"), named.get("torch.int32")
+
+
 def _enqueue(launch: Launch) -> None:
     from .int4_linear_tactics import TACTICS
     from .int4_linear_triton import int4_linear
 
     with launch.on_stream():
-        x, qweight, scales, *zeros = (buffer.as_tensor() for buffer in launch.inputs)
+        x, qweight, scales, *options = (buffer.as_tensor() for buffer in launch.inputs)
+        zeros, perm = by_kind(options)
         int4_linear(
-            x, qweight, scales, zeros[0] if zeros else None, int(launch.fields["group_size"]),
+            x, qweight, scales, zeros, int(launch.fields["group_size"]), perm=perm,
             tactic=None if launch.tactic <= _BY_SHAPES else TACTICS[launch.tactic - 2],
             out=launch.outputs[0].as_tensor(),
         )  # fmt: skip

@@ -74,35 +74,25 @@ def _load_group(
 
 
 @triton.jit
-def int4_linear_kernel(
-    x_ptr, qweight_ptr, scales_ptr, zeros_ptr, bias_ptr, perm_ptr, out_ptr,
-    num_rows, in_features, out_features, group_size,
-    HAS_ZEROS: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_PERM: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT_K: tl.constexpr,
+def int4_product(
+    x_rows, valid_m, qweight_ptr, scales_ptr, zeros_ptr, perm_ptr, n, valid_n, first, last,
+    in_features, out_features, group_size,
+    HAS_ZEROS: tl.constexpr, HAS_PERM: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """One program per (tile of rows, tile of output features, split).
+    """[BLOCK_N, BLOCK_M] float32: the output features `n` of the rows at `x_rows`, summed over the tiles `first` to
+    `last` of input features.
 
-    `out_ptr` is `[M, N]`, or `[SPLIT_K, M, N]` float32 without the bias if SPLIT_K > 1. BLOCK_K divides the group
-    size or there is one group. `group_size` is at least 1.
+    BLOCK_K divides the group size or there is one group. `group_size` is at least 1.
     """
-    dtype: tl.constexpr = x_ptr.dtype.element_ty
+    dtype: tl.constexpr = x_rows.dtype.element_ty
     precision: tl.constexpr = "tf32x3" if dtype == tl.float32 else "tf32"
-    m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    split = tl.program_id(2)
-    valid_m, valid_n = m < num_rows, n < out_features
-
     byte = tl.arange(0, BLOCK_K // 2)
     block, column = byte // 16, byte % 16
     low = block * 32 + column  # features of the low nibbles; those of the high ones are 16 further
     rows_of_bytes = block[None, :] * out_features + n[:, None]  # [BLOCK_N, BLOCK_K // 2]
     tile_bytes = rows_of_bytes * 16 + column[None, :]
-    x_rows = x_ptr + m.to(tl.int64) * in_features
 
-    num_tiles = tl.cdiv(in_features, BLOCK_K)
-    tiles_per_split = tl.cdiv(num_tiles, SPLIT_K)
-    first = split * tiles_per_split
-    last = tl.minimum(first + tiles_per_split, num_tiles)
     acc = tl.full([BLOCK_N, BLOCK_M], 0.0, tl.float32)
     # Scales are loaded a tile ahead: pipelining leaves loads of a few bytes per thread where they stand. The zero
     # points cannot be carried along (their layout is that of an operand), but what is loaded ahead is in the L1 cache.
@@ -132,6 +122,35 @@ def int4_linear_kernel(
         factor = tl.where(ahead >= 0, scale.to(tl.float32), 0.0)
         acc += part * factor[:, None]
         scale, ahead = next_scale, next_ahead
+    return acc
+
+
+@triton.jit
+def int4_linear_kernel(
+    x_ptr, qweight_ptr, scales_ptr, zeros_ptr, bias_ptr, perm_ptr, out_ptr,
+    num_rows, in_features, out_features, group_size,
+    HAS_ZEROS: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_PERM: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT_K: tl.constexpr,
+):  # fmt: skip
+    """One program per (tile of rows, tile of output features, split).
+
+    `out_ptr` is `[M, N]`, or `[SPLIT_K, M, N]` float32 without the bias if SPLIT_K > 1. BLOCK_K and `group_size` as in
+    `int4_product`.
+    """
+    m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    split = tl.program_id(2)
+    valid_m, valid_n = m < num_rows, n < out_features
+    x_rows = x_ptr + m.to(tl.int64) * in_features
+
+    num_tiles = tl.cdiv(in_features, BLOCK_K)
+    tiles_per_split = tl.cdiv(num_tiles, SPLIT_K)
+    first = split * tiles_per_split
+    last = tl.minimum(first + tiles_per_split, num_tiles)
+    acc = int4_product(
+        x_rows, valid_m, qweight_ptr, scales_ptr, zeros_ptr, perm_ptr, n, valid_n, first, last,
+        in_features, out_features, group_size, HAS_ZEROS, HAS_PERM, BLOCK_M, BLOCK_N, BLOCK_K,
+    )  # fmt: skip
 
     if HAS_BIAS and SPLIT_K == 1:
         acc += tl.load(bias_ptr + n, mask=valid_n, other=0.0).to(tl.float32)[:, None]

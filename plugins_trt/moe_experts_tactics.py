@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
+from .moe_experts import FLOAT, INT4
+
 GROUP_BLOCK = 1024  # routed rows that one program looks through at a time
 SUM_BLOCK = 256  # outputs that one program adds up
 
@@ -20,10 +22,21 @@ class Tactic:
     num_warps: int
     num_stages: int
 
+    def blocks(self) -> dict[str, object]:
+        """Constants of the products' kernels."""
+        return {"BLOCK_M": self.block_m, "BLOCK_N": self.block_n, "BLOCK_K": self.block_k}
+
+    def options(self) -> dict[str, object]:
+        """Keyword arguments of their launches."""
+        return {**self.blocks(), "num_warps": self.num_warps, "num_stages": self.num_stages}
+
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One call. A routed row is a token on its way to one of its `top_k` experts."""
+    """One call. A routed row is a token on its way to one of its `top_k` experts.
+
+    `form` of the stacks, and `group_size` if that is INT4.
+    """
 
     num_tokens: int
     top_k: int
@@ -31,6 +44,8 @@ class Problem:
     hidden_size: int
     intermediate_size: int
     dtype: torch.dtype
+    form: str = FLOAT
+    group_size: int = -1
 
     @property
     def rows(self) -> int:
@@ -53,7 +68,9 @@ TACTICS = (
 
 
 def supports(tactic: Tactic, problem: Problem) -> bool:
-    """Whether both sums of a tile (gate and up) fit into registers."""
+    """Whether both sums of a tile (gate and up) fit into registers, and an int4 tile lies in one group."""
+    if problem.form == INT4 and problem.group_size != -1 and problem.group_size % tactic.block_k:
+        return False
     return problem.dtype != torch.float32 or tactic.block_m <= 32
 
 

@@ -12,6 +12,7 @@ https://docs.nvidia.com/deeplearning/tensorrt/latest/inference-library/extending
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -156,78 +157,105 @@ def dtype_name(trt: Any, dtype: Any) -> str:
     return names.get(dtype, str(dtype))
 
 
+class _BuildMethods:
+    """What the builder asks a node: IPluginV3OneBuildV2. Method names and arguments are TensorRT's."""
+
+    trt: Any
+    operator: Operator
+    fields: Fields
+    tactic: int
+    num_outputs: int
+    described: list[Described]
+
+    def get_output_data_types(self, input_types: Sequence[Any]) -> list[Any]:
+        return [input_types[output.dtype_of] for output in self.operator.outputs]
+
+    def get_output_shapes(self, inputs: Sequence[Any], shape_inputs: Any, builder: Any) -> list[Any]:
+        shapes = []
+        for output in self.operator.outputs:
+            dims = self.trt.DimsExprs(inputs[output.shape_of])
+            if output.last_size_of is not None:
+                index, axis = output.last_size_of
+                dims[len(dims) - 1] = inputs[index][axis]
+            shapes.append(dims)
+        return shapes
+
+    def get_aliased_input(self, output: int) -> int:
+        alias = self.operator.outputs[output].alias
+        return -1 if alias is None else alias
+
+    def supports_format_combination(self, position: int, tensors: Sequence[Any], num_inputs: int) -> bool:
+        if tensors[position].desc.format != self.trt.TensorFormat.LINEAR:
+            return False
+        # Formats are asked for one position after the other; the last question sees them all.
+        is_last = position == num_inputs + self.num_outputs - 1
+        names = [dtype_name(self.trt, tensor.desc.type) for tensor in tensors[: position + 1]]
+        return not is_last or self.operator.accepts(names[:num_inputs], names[num_inputs:])
+
+    def configure_plugin(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
+        self.described = _described(self.trt, inputs)
+
+    def get_valid_tactics(self) -> list[int]:
+        return list(self.operator.tactics(self.described, self.fields))
+
+    def get_workspace_size(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> int:
+        described = _described(self.trt, inputs)
+        tactic = self.tactic or self.operator.tactics(described, self.fields)[0]
+        return self.operator.workspace(described, self.fields, tactic)
+
+
+class _RunMethods:
+    """What happens where an engine runs, and where the builder times a tactic: IPluginV3OneRuntime."""
+
+    trt: Any
+    operator: Operator
+    fields: Fields
+    tactic: int
+    is_build: bool
+
+    def on_shape_change(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> None: ...
+
+    def set_tactic(self, tactic: int) -> None:
+        self.tactic = tactic
+
+    def get_fields_to_serialize(self) -> Any:
+        return _field_collection(self.trt, self.fields, self.operator.fields)
+
+    def enqueue(
+        self, input_desc: Any, output_desc: Any, inputs: Any, outputs: Any, workspace: int, stream: int
+    ) -> None:
+        self.operator.enqueue(
+            Launch(
+                _buffers(self.trt, input_desc, inputs), _buffers(self.trt, output_desc, outputs),
+                self.fields, self.tactic, workspace, stream, self.is_build,
+            )
+        )  # fmt: skip
+
+
 def _plugin_class(trt: Any) -> Any:
+    """The class of all plugins: TensorRT's interfaces are only known once it is loaded."""
     bases = (trt.IPluginV3, trt.IPluginV3OneCore, trt.IPluginV3OneBuildV2, trt.IPluginV3OneRuntime)
 
-    class Plugin(*bases):  # type: ignore[misc]
-        """One node. Method names and arguments are TensorRT's."""
+    class Plugin(_BuildMethods, _RunMethods, *bases):  # type: ignore[misc]
+        """One node."""
 
         def __init__(self, operator: Operator, fields: Fields, is_build: bool, tactic: int = 0) -> None:
             for base in bases:
                 base.__init__(self)
-            self.operator, self.fields, self.is_build, self.tactic = operator, fields, is_build, tactic
+            # TensorRT deletes its plugins. When it deletes one that it has not asked for an interface yet, as it does
+            # when a build fails, the bindings drop the last reference, and Python deletes it once more. So it is
+            # never Python's to delete: an object of few hundred bytes is left behind.
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self))
+            self.trt, self.operator, self.fields = trt, operator, fields
+            self.is_build, self.tactic = is_build, tactic
             self.plugin_name, self.plugin_version, self.plugin_namespace = operator.name, VERSION, NAMESPACE
             self.num_outputs = len(operator.outputs)
-            self.described: list[Described] = []
+            self.described = []
             # Nodes with equal fields share their timings in the timing cache.
             self.timing_cache_id = ",".join(f"{name}={fields[name]}" for name in sorted(fields))
 
         def get_capability_interface(self, kind: Any) -> Any:
             return self
-
-        def get_output_data_types(self, input_types: Sequence[Any]) -> list[Any]:
-            return [input_types[output.dtype_of] for output in self.operator.outputs]
-
-        def get_output_shapes(self, inputs: Sequence[Any], shape_inputs: Any, builder: Any) -> list[Any]:
-            shapes = []
-            for output in self.operator.outputs:
-                dims = trt.DimsExprs(inputs[output.shape_of])
-                if output.last_size_of is not None:
-                    index, axis = output.last_size_of
-                    dims[len(dims) - 1] = inputs[index][axis]
-                shapes.append(dims)
-            return shapes
-
-        def get_aliased_input(self, output: int) -> int:
-            alias = self.operator.outputs[output].alias
-            return -1 if alias is None else alias
-
-        def supports_format_combination(self, position: int, tensors: Sequence[Any], num_inputs: int) -> bool:
-            if tensors[position].desc.format != trt.TensorFormat.LINEAR:
-                return False
-            # Formats are asked for one position after the other; the last question sees them all.
-            is_last = position == num_inputs + self.num_outputs - 1
-            names = [dtype_name(trt, tensor.desc.type) for tensor in tensors[: position + 1]]
-            return not is_last or self.operator.accepts(names[:num_inputs], names[num_inputs:])
-
-        def configure_plugin(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
-            self.described = _described(trt, inputs)
-
-        def on_shape_change(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> None: ...
-
-        def get_valid_tactics(self) -> list[int]:
-            return list(self.operator.tactics(self.described, self.fields))
-
-        def set_tactic(self, tactic: int) -> None:
-            self.tactic = tactic
-
-        def get_workspace_size(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> int:
-            described = _described(trt, inputs)
-            tactic = self.tactic or self.operator.tactics(described, self.fields)[0]
-            return self.operator.workspace(described, self.fields, tactic)
-
-        def get_fields_to_serialize(self) -> Any:
-            return _field_collection(trt, self.fields, self.operator.fields)
-
-        def enqueue(
-            self, input_desc: Any, output_desc: Any, inputs: Any, outputs: Any, workspace: int, stream: int
-        ) -> None:
-            self.operator.enqueue(
-                Launch(
-                    _buffers(trt, input_desc, inputs), _buffers(trt, output_desc, outputs),
-                    self.fields, self.tactic, workspace, stream, self.is_build,
-                )
-            )  # fmt: skip
 
         def attach_to_context(self, context: Any) -> Any:
             return self.clone()
@@ -251,18 +279,28 @@ def _buffers(trt: Any, descriptions: Sequence[Any], pointers: Sequence[int]) -> 
 
 def _creator_class(trt: Any) -> Any:
     class Creator(trt.IPluginCreatorV3One):  # type: ignore[misc]
+        """`faults`: why nodes could not be made, which TensorRT does not pass on."""
+
         def __init__(self, trt: Any, operator: Operator, plugin_class: Any) -> None:
             super().__init__()
             self.operator, self.plugin_class = operator, plugin_class
             self.name, self.plugin_namespace, self.plugin_version = operator.name, NAMESPACE, VERSION
             self.field_names = _field_collection(trt, {}, operator.fields)
+            self.faults: list[str] = []
 
         def create_plugin(self, name: str, fields: Any, phase: Any) -> Any:
             types = self.operator.fields
             values = {f.name: types[f.name](f.data[0]) for f in fields if f.name in types}
             missing = sorted(set(types) - set(values))
             if missing:
-                raise ValueError(f"{self.name}: the node has no attribute {', '.join(missing)}")
-            return self.plugin_class(self.operator, values, phase == trt.TensorRTPhase.BUILD)
+                self.faults.append(
+                    f"could not create the plugin: the node has no attribute {', '.join(missing)}"
+                )
+                return None
+            return self.make_plugin(values, is_build=phase == trt.TensorRTPhase.BUILD)
+
+        def make_plugin(self, values: Fields, *, is_build: bool) -> Any:
+            """A plugin for a network that is put together layer by layer."""
+            return self.plugin_class(self.operator, values, is_build)
 
     return Creator

@@ -22,6 +22,7 @@ import numpy as np
 
 from ..compile.bundle import Manifest
 from ..errors import BundleError, ConfigError, EngineError
+from ..plugins_trt.messages import make_log
 from ..plugins_trt.tensorrt import find_version
 from .device import Device, DeviceBuffer, Graph, PinnedBuffer
 from .executor import ExecutorLimits, StepOutput
@@ -32,8 +33,8 @@ from .trt_loading import (
     check_engine,
     check_needs,
     deserialize,
+    explain,
     load_library,
-    make_log,
     rebuild,
     register_plugins,
 )
@@ -186,7 +187,8 @@ class TensorRTExecutor:
         try:
             self._runtime = self._trt.Runtime(self._log)
         except TypeError as error:  # of the bindings, for a null pointer
-            raise BundleError(f"{directory}: TensorRT does not start here: {self._reason()}") from error
+            said = explain(self._log.errors, unknown="TensorRT does not start here", remedy=remedy)
+            raise BundleError(f"{directory}: {said}") from error
         self._engine = deserialize(self._trt, self._runtime, self._log, directory, remedy)
         check_engine(self._trt, self._engine, self._facts, directory, remedy)
 
@@ -343,4 +345,5 @@ class TensorRTExecutor:
             raise EngineError(f"TensorRT refused {method}{arguments}: {self._reason()}")
 
     def _reason(self) -> str:
-        return self._log.errors[-1] if self._log.errors else "it gives no reason"
+        """Of what was refused just now: the newest message says it."""
+        return explain(list(self._log.errors)[-1:], unknown="it cannot")

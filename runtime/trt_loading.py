@@ -9,27 +9,33 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import mmap
-import re
-from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from ..compile.bundle import Manifest, build_command_into
 from ..errors import BuildError, BundleError
+from ..plugins_trt.messages import Meaning, one_line, recognise
 from ..plugins_trt.plugin import Operator, dtype_name, register
 from ..plugins_trt.tensorrt import load
 from .trt_facts import LOGITS, PLAN_FILE, STEP_INPUTS, EngineFacts
 
-# What TensorRT says of a plan that it does not take, and what that means.
-_CAUSES = (
-    (r"plugin|creator", "it uses a plugin that is not registered"),
-    (r"version|magic|malformed|header", "it was written by another version of TensorRT, or is damaged"),
-    (r"compute capability|different device|hardware compat|SM ?\d", "it was built for another GPU"),
-    (r"memory", "the GPU has too little free memory for it"),
-    (r"driver|cuda ?error|cuda runtime", "the CUDA driver is missing or too old"),
-)
-_MAX_MESSAGES = 16
+# By meaning of what TensorRT says: the cause, and what to do where building again alone is not it.
+_REBUILD = "{rebuild}"
+_WORDS: Mapping[Meaning, tuple[str, str]] = {
+    Meaning.PLUGIN_MISSING: ("it uses a plugin that is not registered", _REBUILD),
+    Meaning.PLUGIN_REFUSES: ("one of its plugins cannot be made", _REBUILD),
+    Meaning.PLAN_VERSION: ("it was written by another version of TensorRT, or is damaged", _REBUILD),
+    Meaning.OTHER_GPU: ("it was built for another GPU", _REBUILD),
+    Meaning.NO_FP8: ("it computes in FP8, which this GPU cannot", _REBUILD),
+    Meaning.NO_BF16: ("it computes in bfloat16, which this GPU cannot", _REBUILD),
+    Meaning.SHAPE_OUTSIDE: ("a shape lies outside what the engine was built for", _REBUILD),
+    Meaning.MEMORY: (
+        "the GPU has too little free memory for it",
+        "free memory on the GPU, or choose smaller limits and {rebuild}",
+    ),
+    Meaning.DRIVER: ("the CUDA driver is missing or too old", "install a newer NVIDIA driver"),
+}
 _MAX_DETAIL = 300
 
 
@@ -97,21 +103,6 @@ def _find_operator(name: str, where: Path, remedy: str) -> Operator:
     return operator
 
 
-def make_log(trt: Any) -> Any:
-    """A logger that keeps the latest errors in `errors`; TensorRT needs it as long as anything of it lives."""
-
-    class Log(trt.ILogger):  # type: ignore[misc]
-        def __init__(self) -> None:
-            super().__init__()
-            self.errors: deque[str] = deque(maxlen=_MAX_MESSAGES)
-
-        def log(self, severity: Any, message: str) -> None:
-            if severity in (trt.ILogger.Severity.ERROR, trt.ILogger.Severity.INTERNAL_ERROR):
-                self.errors.append(" ".join(message.split())[:_MAX_DETAIL])
-
-    return Log()
-
-
 def deserialize(trt: Any, runtime: Any, log: Any, directory: Path, remedy: str) -> Any:
     """The engine of the plan, which is mapped, not read. Raises `BundleError` with TensorRT's reason in plain words."""
     path = directory / PLAN_FILE
@@ -122,7 +113,8 @@ def deserialize(trt: Any, runtime: Any, log: Any, directory: Path, remedy: str) 
     except (OSError, ValueError) as error:
         raise BundleError(f"{path}: cannot be read ({error}); {remedy}") from error
     if engine is None:
-        raise BundleError(f"{path}: {_explain([*reasons, *log.errors])}; {remedy}")
+        said = explain([*reasons, *log.errors], unknown="the plan does not load", remedy=remedy)
+        raise BundleError(f"{path}: {said}")
     return engine
 
 
@@ -135,13 +127,13 @@ def _invalidity(trt: Any, runtime: Any, plan: mmap.mmap) -> list[str]:
     return [kind.name.lower().replace("_", " ") for kind in kinds if int(flags) & int(kind)]
 
 
-def _explain(messages: Sequence[str]) -> str:
-    said = "; ".join(messages) or "it gives no reason"
-    causes = (
-        cause for message in messages for pattern, cause in _CAUSES if re.search(pattern, message, re.I)
-    )
-    cause = next(causes, "the plan does not load")
-    return f"{cause} (TensorRT: {said[:_MAX_DETAIL]})"
+def explain(messages: Sequence[str], *, unknown: str, remedy: str | None = None) -> str:
+    """Cause (`unknown` where no message tells), TensorRT's own words, and what to do where `remedy` is to rebuild."""
+    found = recognise(messages)
+    cause, action = _WORDS.get(found[0], (unknown, _REBUILD)) if found else (unknown, _REBUILD)
+    said = one_line("; ".join(messages), _MAX_DETAIL) or "it gives no reason"
+    text = f"{cause} (TensorRT: {said})"
+    return text if remedy is None else f"{text}; {action.format(rebuild=remedy)}"
 
 
 def check_engine(trt: Any, engine: Any, facts: EngineFacts, where: Path, remedy: str) -> None:

@@ -32,6 +32,11 @@ from .sizes import MEMORY
     help="Compute capability to build for, such as 8.9; may be given several times (tensorrt-rtx). [default: all]",
 )
 @click.option(
+    "--frontend",
+    type=click.Choice(["onnx", "torch-tensorrt"]),
+    help="What hands the graph to TensorRT (--target tensorrt). [default: onnx]",
+)
+@click.option(
     "--quantize",
     type=click.Choice(["int4", "fp8"]),
     help="Round the weights of the decoder's linear layers (targets for GPUs).",
@@ -76,6 +81,7 @@ def command(
     output: Path | None,
     target: str,
     gpus: tuple[str, ...],
+    frontend: str | None,
     quantize: str | None,
     dtype: str,
     max_model_len: int | None,
@@ -108,6 +114,7 @@ def command(
         kv_cache_bytes=kv_cache_memory,
         quantize=quantize,
         gpus=tuple(gpu for given in gpus for gpu in given.split(",")),
+        frontend=frontend,
     )
     with progress.stage("read checkpoint"):
         plan = resolve(request)

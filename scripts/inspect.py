@@ -31,6 +31,7 @@ def command(bundle: Path, as_json: bool, layers: bool, verify: bool) -> None:
         rows = [
             ("model", f"{model.source} ({model.model_type}, {model.num_parameters / 1e6:.0f} M parameters)"),
             ("target", f"{manifest.target}, {manifest.dtype}"),
+            *_quantisation(manifest),
             ("limits", ", ".join(f"{name}={value}" for name, value in asdict(limits).items())),
             ("size", f"{size / 2**20:.0f} MiB in {len(manifest.files)} files"),
             (
@@ -55,6 +56,12 @@ def command(bundle: Path, as_json: bool, layers: bool, verify: bool) -> None:
     check_bundle(manifest, bundle, HostFacts.detect(), verify=verify)
     if verify:
         click.echo("every file is whole", err=True)
+
+
+def _quantisation(manifest: Manifest) -> list[tuple[str, str]]:
+    """How the weights were quantised, if they were."""
+    facts = manifest.engine.get("quantization")
+    return [("quantisation", ", ".join(f"{name}={value}" for name, value in facts.items()))] if facts else []
 
 
 def _needs(manifest: Manifest) -> str:

@@ -20,11 +20,13 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
 # Tests of kernels and of whole TensorRT engines: `make test` installs what they need.
 _NEEDS_RTX = {
     "test_cuda_kernels.py",
+    "test_experts_plans.py",
     "test_fp8_linear.py",
     "test_int4_linear.py",
     "test_moe_experts.py",
     "test_packed_weights.py",
     "test_paged_attention_kernels.py",
+    "test_tensorrt_failures.py",
     "test_tensorrt_targets.py",
     "test_triton_compile.py",
 }

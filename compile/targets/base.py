@@ -43,6 +43,7 @@ class Target(Protocol):
 
     name: str
     dtypes: tuple[str, ...]
+    experts: str  # how routed experts are exported: a name of `experts.py`
 
     def compiler(self) -> str:
         """Name and version of the compiler; `BuildError` saying how to get it when it is not there."""
@@ -61,8 +62,10 @@ class Target(Protocol):
         ...
 
     def plan_memory(
-        self, config: Any, facts: ModelFacts, limits: Limits, dtype: torch.dtype
-    ) -> MemoryPlan: ...
+        self, config: Any, facts: ModelFacts, limits: Limits, dtype: torch.dtype, weights: int
+    ) -> MemoryPlan:
+        """`weights`: bytes of the model's parameters as they are built, quantised or not."""
+        ...
 
     def explain(
         self, geometry: tuple[KVGeometry, ...], limits: Limits, num_blocks: int

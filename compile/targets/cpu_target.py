@@ -15,6 +15,7 @@ from ...errors import BuildError
 from ...plugins_trt.cpu_engine import CpuEngine
 from ...plugins_trt.paged_attention_cpu import uses_tiles
 from ..bundle import HostFacts, HostNeeds, Limits, ModelFacts
+from ..experts import BATCHED
 from ..export import KVGeometry
 from ..memory import MemoryPlan, plan_memory
 from ..passes import optimise
@@ -59,6 +60,7 @@ class CpuTarget:
 
     name = "cpu"
     dtypes: tuple[str, ...] = ("float32", "bfloat16")
+    experts = BATCHED
 
     def compiler(self) -> str:
         return host_compiler()
@@ -72,7 +74,9 @@ class CpuTarget:
     def command_options(self) -> Mapping[str, object]:
         return {}
 
-    def plan_memory(self, config: Any, facts: ModelFacts, limits: Limits, dtype: torch.dtype) -> MemoryPlan:
+    def plan_memory(
+        self, config: Any, facts: ModelFacts, limits: Limits, dtype: torch.dtype, weights: int
+    ) -> MemoryPlan:
         soft_cap = getattr(config, "attn_logit_softcapping", None) or 0.0
         has_tiles = uses_tiles(dtype, [soft_cap])
         return plan_memory(

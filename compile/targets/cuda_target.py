@@ -15,7 +15,8 @@ from ...plugins_trt.cuda_engine import CudaEngine
 from ...plugins_trt.cuda_kernels import register_kernels
 from ...plugins_trt.fp8_linear import unsupported_reason as fp8_unsupported_reason
 from ..bundle import HostNeeds, Limits, ModelFacts
-from ..export import KVGeometry
+from ..experts import PELTON
+from ..export import KVGeometry, kv_geometry
 from ..memory import MemoryPlan, plan_gpu_memory
 from ..profiles import derive_profiles
 from ..progress import Progress
@@ -41,6 +42,7 @@ class CudaTarget:
 
     name = NAME
     dtypes: tuple[str, ...] = ("float16", "bfloat16")
+    experts = PELTON
 
     def __init__(self, device: torch.device, gpu: str) -> None:
         self._device = device
@@ -90,8 +92,10 @@ class CudaTarget:
     def command_options(self) -> Mapping[str, object]:
         return {}
 
-    def plan_memory(self, config: Any, facts: ModelFacts, limits: Limits, dtype: torch.dtype) -> MemoryPlan:
-        plan = plan_gpu_memory(facts, limits, dtype)
+    def plan_memory(
+        self, config: Any, facts: ModelFacts, limits: Limits, dtype: torch.dtype, weights: int
+    ) -> MemoryPlan:
+        plan = plan_gpu_memory(facts, limits, dtype, weights)
         rows = num_logits_rows(limits, facts.vocab_size)
         return MemoryPlan(
             weights=plan.weights,
@@ -173,18 +177,19 @@ def activation_bytes(config: Any, limits: Limits, dtype: torch.dtype) -> int:
     """An upper bound of what one step computes on the way to its logits, and once more of a decode step, whose CUDA
     graphs have memory of their own:
 
-        tokens * (8 * hidden + 3 * intermediate * experts + 2 * (heads + 2 * kv_heads) * head_dim) * itemsize
+        tokens * (8 * hidden + 2 * (heads + 2 * kv_heads) * head_dim) * itemsize
+        + tokens * experts * (3 * intermediate + hidden) * itemsize    experts that a token is routed to, else 1
         + tokens * 4 * head_dim * 4        rotary tables and their angles, in float32
         + rows * vocab * (itemsize + 4)    the head, and its logits in float32
         + attention's partial results, at most 1024 programs with 128 rows of head_dim + 2 in float32
     """
     item = dtype.itemsize
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    intermediate = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
+    hidden, geometry = config.hidden_size, kv_geometry(config)[0]
+    head_dim = geometry.head_dim
+    intermediate = getattr(config, "intermediate_size", None) or 4 * hidden
     experts = getattr(config, "num_experts_per_tok", None) or 1
-    projections = 2 * (config.num_attention_heads + 2 * kv_heads) * head_dim
-    per_token = (8 * config.hidden_size + 3 * intermediate * experts + projections) * item + 16 * head_dim
+    attention = 8 * hidden + 2 * (config.num_attention_heads + 2 * geometry.num_heads) * head_dim
+    per_token = (attention + experts * (3 * intermediate + hidden)) * item + 16 * head_dim
     per_row = config.vocab_size * (item + 4)
     partial = _PARTIAL_ROWS * (head_dim + 2) * 4
     rows = num_logits_rows(limits, config.vocab_size)

@@ -23,15 +23,23 @@ from ...errors import BuildError
 from ...plugins_trt.fp8_linear import unsupported_reason as fp8_unsupported_reason
 from ...plugins_trt.fp8_linear_plugin import FP8_LINEAR_PLUGIN
 from ...plugins_trt.int4_linear_plugin import INT4_LINEAR_PLUGIN
+from ...plugins_trt.messages import make_log
+from ...plugins_trt.moe_experts_plugin import MOE_EXPERTS_PLUGIN
 from ...plugins_trt.paged_attention_plugin import PAGED_ATTENTION_PLUGIN
 from ...plugins_trt.plugin import Operator, register
 from ...plugins_trt.tensorrt import TENSORRT_RTX, load
 from ..diagnose import ParserError, diagnose
 from ..profiles import Profile
+from .tensorrt_progress import make_monitor
 
 PLAN_FILE = "engine.plan"
 ENGINE_FILE = "engine.json"
-PLUGINS: tuple[Operator, ...] = (PAGED_ATTENTION_PLUGIN, INT4_LINEAR_PLUGIN, FP8_LINEAR_PLUGIN)
+PLUGINS: tuple[Operator, ...] = (
+    PAGED_ATTENTION_PLUGIN,
+    INT4_LINEAR_PLUGIN,
+    FP8_LINEAR_PLUGIN,
+    MOE_EXPERTS_PLUGIN,
+)
 
 # Compute capabilities that TensorRT-RTX compiles for.
 RTX_COMPUTE_CAPABILITIES = ("7.5", "8.0", "8.6", "8.9", "12.0", "12.1")
@@ -110,38 +118,61 @@ def build_plan(
     """
     trt = load(target)
     creators = [register(trt, plugin) for plugin in PLUGINS]  # the registry keeps no reference
-    log = _make_log(trt)
+    log = make_log(trt)
     builder = trt.Builder(log)
     network = builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
     parser = trt.OnnxParser(network, log)
     if not parser.parse_from_file(str(onnx_path)):
         errors = [parser.get_error(i) for i in range(parser.num_errors)]
-        raise BuildError(
-            str(
-                diagnose(
-                    log.errors, [ParserError(e.node_name(), e.node_operator(), e.desc()) for e in errors]
-                )
-            )
-        )
-    config = _configure(trt, builder, network, profiles, options, target)
+        reported = [
+            ParserError(error.node_name(), error.node_operator(), error.desc(), error.code().name)
+            for error in errors
+        ]
+        faults = [fault for creator in creators for fault in creator.faults]
+        raise BuildError(str(diagnose([*faults, *log.errors], reported, warnings=list(log.warnings))))
+    return build_network(
+        trt, target, builder, network, log, profiles, options, directory,
+        timing_cache=timing_cache, on_progress=on_progress,
+    )  # fmt: skip
+
+
+def build_network(
+    trt: Any,
+    target: str,
+    builder: Any,
+    network: Any,
+    log: Any,
+    profiles: Sequence[Profile],
+    options: TensorRTOptions,
+    directory: Path,
+    *,
+    timing_cache: Path | None,
+    on_progress: Callable[[str], None],
+) -> tuple[NetworkLayer, ...]:
+    """Compile a network, whoever made it, as `build_plan` does; `log` has what TensorRT says to `builder`."""
+    config = _configure(trt, builder, network, log, profiles, options, target)
     cache = _use_timing_cache(config, timing_cache)
-    monitor = _make_monitor(trt, on_progress)
+    monitor = make_monitor(trt, on_progress)
     config.progress_monitor = monitor
     plan = builder.build_serialized_network(network, config)
     if monitor.interrupt is not None:
         raise monitor.interrupt
     if plan is None:
-        raise BuildError(str(diagnose(log.errors)))
+        raise BuildError(str(diagnose(list(log.errors), warnings=list(log.warnings))))
     (directory / PLAN_FILE).write_bytes(plan)
     if cache is not None and timing_cache is not None:
         _save(timing_cache, cache.serialize())
-    layers = tuple(_layer(trt, network.get_layer(i)) for i in range(network.num_layers))
-    del creators
-    return layers
+    return tuple(_layer(trt, network.get_layer(i)) for i in range(network.num_layers))
 
 
 def _configure(
-    trt: Any, builder: Any, network: Any, profiles: Sequence[Profile], options: TensorRTOptions, target: str
+    trt: Any,
+    builder: Any,
+    network: Any,
+    log: Any,
+    profiles: Sequence[Profile],
+    options: TensorRTOptions,
+    target: str,
 ) -> Any:
     config = builder.create_builder_config()
     config.set_preview_feature(trt.PreviewFeature.ALIASED_PLUGIN_IO_10_03, True)
@@ -162,49 +193,8 @@ def _configure(
             shapes = profile.shapes[name]
             native.set_shape(name, shapes.min, shapes.opt, shapes.max)
         if config.add_optimization_profile(native) < 0:
-            raise BuildError(f"profile {profile.name}: TensorRT refuses its shapes")
+            raise BuildError(f"profile {profile.name}: {diagnose(list(log.errors))}")
     return config
-
-
-def _make_log(trt: Any) -> Any:
-    class Log(trt.ILogger):  # type: ignore[misc]
-        """Keeps errors for the diagnosis; warnings are about what this code does on purpose."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.errors: list[str] = []
-
-        def log(self, severity: Any, message: str) -> None:
-            if severity in (trt.ILogger.Severity.ERROR, trt.ILogger.Severity.INTERNAL_ERROR):
-                self.errors.append(message)
-
-    return Log()
-
-
-def _make_monitor(trt: Any, on_progress: Callable[[str], None]) -> Any:
-    class Monitor(trt.IProgressMonitor):  # type: ignore[misc]
-        """Shows the outermost phases; Ctrl-C is kept until the builder has stopped."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.interrupt: BaseException | None = None
-
-        def phase_start(self, phase_name: str, parent_phase: str | None, num_steps: int) -> None:
-            self._guard(lambda: on_progress(phase_name) if parent_phase is None else None)
-
-        def phase_finish(self, phase_name: str) -> None: ...
-
-        def step_complete(self, phase_name: str, step: int) -> bool:
-            self._guard(lambda: None)
-            return self.interrupt is None
-
-        def _guard(self, action: Callable[[], None]) -> None:
-            try:
-                action()
-            except BaseException as error:  # an exception must not pass through the builder's C++ frames
-                self.interrupt = error
-
-    return Monitor()
 
 
 def _use_timing_cache(config: Any, path: Path | None) -> Any:

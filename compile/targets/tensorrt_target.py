@@ -15,22 +15,26 @@ import torch
 from ...errors import BuildError
 from ...plugins_trt.tensorrt import require_version
 from ..bundle import HostNeeds, Limits, ModelFacts
+from ..experts import PELTON
 from ..export import KVGeometry
 from ..memory import MemoryPlan, plan_gpu_memory
 from ..onnx_graph import write_onnx
-from ..profiles import derive_profiles
+from ..profiles import Profile, derive_profiles
 from ..progress import Progress, format_bytes
 from ..proof import StepFunction, Trace
+from . import torch_tensorrt
 from .base import Exported
 from .tensorrt import (
     PLAN_FILE,
+    NetworkLayer,
     TensorRTOptions,
     build_plan,
     check_gpus,
     write_engine_facts,
 )
 
-# While a plan is made, weights exist in the ONNX file's mapping, in the builder and in the plan.
+ONNX_FRONTEND = "onnx"
+# While a plan is made, weights exist in the ONNX file's mapping or the program, in the builder and in the plan.
 _WEIGHT_COPIES = 3
 _BUILD_OVERHEAD = 1 << 30
 
@@ -39,10 +43,14 @@ class TensorRTTarget:
     """`Target` on TensorRT's ONNX parser and builder. Raises `BuildError` naming the option at fault."""
 
     dtypes: tuple[str, ...] = ("float16", "bfloat16")
+    experts = PELTON
 
-    def __init__(self, name: str, *, gpus: Sequence[str], scheme: str | None) -> None:
+    def __init__(
+        self, name: str, *, gpus: Sequence[str], scheme: str | None, frontend: str | None = None
+    ) -> None:
         self.name = name
         self._options = TensorRTOptions(gpus=check_gpus(name, gpus, scheme))
+        self._frontend = frontend or ONNX_FRONTEND
 
     def compiler(self) -> str:
         return f"{self.name} {require_version(self.name)}"
@@ -51,13 +59,27 @@ class TensorRTTarget:
         return HostNeeds(machine=platform.machine(), cpu_flags=())
 
     def options(self) -> Mapping[str, Any]:
-        return {"gpus": list(self._options.gpus), "workspace_bytes": self._options.workspace_bytes}
+        frontend = self._frontend
+        if frontend == torch_tensorrt.TORCH_TENSORRT:
+            frontend = f"{frontend} {torch_tensorrt.require_torch_tensorrt()}"
+        return {
+            "gpus": list(self._options.gpus),
+            "workspace_bytes": self._options.workspace_bytes,
+            "frontend": frontend,
+        }
 
     def command_options(self) -> Mapping[str, object]:
-        return {"--gpu": ",".join(self._options.gpus)} if self._options.gpus else {}
+        options: dict[str, object] = {}
+        if self._options.gpus:
+            options["--gpu"] = ",".join(self._options.gpus)
+        if self._frontend != ONNX_FRONTEND:
+            options["--frontend"] = self._frontend
+        return options
 
-    def plan_memory(self, config: Any, facts: ModelFacts, limits: Limits, dtype: torch.dtype) -> MemoryPlan:
-        return plan_gpu_memory(facts, limits, dtype)
+    def plan_memory(
+        self, config: Any, facts: ModelFacts, limits: Limits, dtype: torch.dtype, weights: int
+    ) -> MemoryPlan:
+        return plan_gpu_memory(facts, limits, dtype, weights)
 
     def explain(
         self, geometry: tuple[KVGeometry, ...], limits: Limits, num_blocks: int
@@ -84,16 +106,8 @@ class TensorRTTarget:
             "head_dims": [g.head_dim for g in geometry],
             "vocab_size": exported.vocab_size,
         }
-        with tempfile.TemporaryDirectory(prefix=".onnx-", dir=directory) as work:
-            with progress.stage("convert to ONNX"):
-                graph = write_onnx(exported.program, Path(work))
-            exported.release()  # from here on the weights are in the file
-            self._check_host_memory(Path(work), progress)
-            with progress.stage(f"build with {self.name}"):
-                layers = build_plan(
-                    self.name, graph, profiles, self._options, directory,
-                    timing_cache=_timing_cache(self.compiler()), on_progress=progress.note,
-                )  # fmt: skip
+        through = self._through_onnx if self._frontend == ONNX_FRONTEND else self._through_torch_tensorrt
+        layers = through(exported, profiles, directory, progress)
         write_engine_facts(directory, profiles, layers, facts)
         num_plugins = sum(layer.kind.startswith("pelton::") for layer in layers)
         progress.note(
@@ -102,12 +116,37 @@ class TensorRTTarget:
         )
         return {"num_layers": len(layers), "num_plugins": num_plugins, "gpus": list(self._options.gpus)}
 
+    def _through_onnx(
+        self, exported: Exported, profiles: Sequence[Profile], directory: Path, progress: Progress
+    ) -> tuple[NetworkLayer, ...]:
+        with tempfile.TemporaryDirectory(prefix=".onnx-", dir=directory) as work:
+            with progress.stage("convert to ONNX"):
+                graph = write_onnx(exported.program, Path(work))
+            exported.release()  # from here on the weights are in the file
+            self._check_host_memory(sum(path.stat().st_size for path in Path(work).iterdir()), progress)
+            with progress.stage(f"build with {self.name}"):
+                return build_plan(
+                    self.name, graph, profiles, self._options, directory,
+                    timing_cache=_timing_cache(self.compiler()), on_progress=progress.step,
+                )  # fmt: skip
+
+    def _through_torch_tensorrt(
+        self, exported: Exported, profiles: Sequence[Profile], directory: Path, progress: Progress
+    ) -> tuple[NetworkLayer, ...]:
+        program = exported.program
+        exported.release()
+        self._check_host_memory(sum(t.nbytes for t in program.state_dict.values()), progress)
+        with progress.stage(f"convert with torch-tensorrt and build with {self.name}"):
+            return torch_tensorrt.build_plan(
+                program, profiles, self._options, directory,
+                timing_cache=_timing_cache(self.compiler()), on_progress=progress.step,
+            )  # fmt: skip
+
     def engine_step(self, directory: Path, trace: Trace) -> StepFunction | None:
         return None
 
-    def _check_host_memory(self, work: Path, progress: Progress) -> None:
-        """Say what the builder will need; refuse when it is more than the machine has in all."""
-        weights = sum(path.stat().st_size for path in work.iterdir())
+    def _check_host_memory(self, weights: int, progress: Progress) -> None:
+        """Say what the builder will need for `weights` bytes; refuse when it is more than the machine has in all."""
         needed = _WEIGHT_COPIES * weights + _BUILD_OVERHEAD
         memory = psutil.virtual_memory()
         progress.note(

@@ -6,14 +6,19 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
 from pelton.compile.build import BuildRequest, resolve
 from pelton.compile.bundle import Limits, ModelFacts
 from pelton.compile.memory import plan_memory
+from pelton.compile.model_loading import empty_model
+from pelton.compile.quantize import Quantization, quantize_linears
+from pelton.compile.quantize_experts import quantize_experts
+from pelton.compile.weight_plan import WeightPlan
 from pelton.plugins_trt.paged_attention_cpu import attend, pack_work
-from support.checkpoints import tiny_checkpoint
+from support.checkpoints import tiny_checkpoint, tiny_model
 
 # Heads as SmolLM2-135M has them, and next to nothing else.
 FACTS = ModelFacts(
@@ -104,3 +109,42 @@ def test_a_soft_cap_on_scores_is_planned_without_tiles(tmp_path: Path) -> None:
     uncapped = tiny_checkpoint("gemma2", tmp_path / "uncapped", attn_logit_softcapping=None)
     other = resolve(BuildRequest(str(uncapped), tmp_path / "bundle", dtype="bfloat16"))
     assert other.memory != expected
+
+
+@pytest.mark.parametrize("is_tied", [True, False])
+@pytest.mark.parametrize(
+    "quantization",
+    [
+        Quantization("int4"),
+        Quantization("int4", 32, symmetric=True),
+        Quantization("int4", 64),
+        Quantization("int4", -1),
+        Quantization("fp8"),
+        None,
+    ],
+    ids=str,
+)
+def test_quantised_weights_are_planned_as_they_are_stored(
+    quantization: Quantization | None, is_tied: bool
+) -> None:
+    """Sizes that no group and no block of 32 features divides."""
+    sizes = {"hidden_size": 72, "intermediate_size": 200, "tie_word_embeddings": is_tied}
+    model = tiny_model("qwen2", **sizes).to(torch.bfloat16)
+    planned = WeightPlan(quantization, None).num_bytes(empty_model(model.config), 2, torch.bfloat16)
+    if quantization is not None:
+        assert quantize_linears(model, "model.layers", quantization) == 14
+    held = {t.untyped_storage().data_ptr(): t.nbytes for t in [*model.parameters(), *model.buffers()]}
+    assert planned == pytest.approx(sum(held.values()), rel=0.01)
+
+
+@pytest.mark.parametrize(
+    "quantization", [Quantization("int4", 32), Quantization("int4", -1, symmetric=True), Quantization("fp8")],
+    ids=str,
+)  # fmt: skip
+def test_quantised_experts_are_planned_as_they_are_stored(quantization: Quantization) -> None:
+    model = tiny_model("mixtral", hidden_size=64, intermediate_size=96).to(torch.bfloat16)
+    planned = WeightPlan(quantization, None).num_bytes(empty_model(model.config), 2, torch.bfloat16)
+    quantize_linears(model, "model.layers", quantization)
+    assert quantize_experts(model, "model.layers", quantization) == 2
+    held = {t.untyped_storage().data_ptr(): t.nbytes for t in [*model.parameters(), *model.buffers()]}
+    assert planned == pytest.approx(sum(held.values()), rel=0.01)

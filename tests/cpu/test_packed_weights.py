@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,24 +16,7 @@ from pelton.plugins_trt.int4_linear import dequantize, int4_linear
 from pelton.plugins_trt.int4_linear_tactics import TACTICS, Problem, supports
 from support import kernel_cases, linear_kernels
 from support.interpreted import interpreter
-
-AWQ_NIBBLES = [0, 2, 4, 6, 1, 3, 5, 7]  # the output feature, of eight, in each nibble from the lowest
-
-
-@dataclass(frozen=True)
-class Layer:
-    """A quantised layer as numbers: q `[K, N]`, zeros and scales `[G, N]`, the group of each input feature `[K]`."""
-
-    q: np.ndarray
-    zeros: np.ndarray
-    scales: np.ndarray
-    group_of: np.ndarray
-
-    @property
-    def weight(self) -> torch.Tensor:
-        """`[N, K]` float64."""
-        steps = self.q.astype(np.float64) - self.zeros[self.group_of]
-        return torch.from_numpy((steps * self.scales[self.group_of].astype(np.float64)).T.copy())
+from support.packed import Layer, as_awq, as_gptq
 
 
 def layer(
@@ -57,37 +40,6 @@ def layer(
         scales=random.uniform(0.01, 0.1, (groups, out_features)).astype(np.float16),
         group_of=random.permutation(group_of) if act_order else group_of,
     )
-
-
-def pack(values: np.ndarray, order: list[int] | None = None) -> torch.Tensor:
-    """`[R, C]` -> `[R, C / 8]` int32: `order[i]` of eight neighbours in nibble i."""
-    rows, columns = values.shape
-    words = np.zeros((rows, columns // 8), np.uint32)
-    for column in range(columns // 8):
-        for nibble in range(8):
-            value = values[:, 8 * column + (order or range(8))[nibble]]
-            words[:, column] |= value.astype(np.uint32) << np.uint32(4 * nibble)
-    return torch.from_numpy(words.view(np.int32))
-
-
-def as_awq(layer: Layer) -> dict[str, torch.Tensor]:
-    return {
-        "qweight": pack(layer.q, AWQ_NIBBLES),
-        "qzeros": pack(layer.zeros, AWQ_NIBBLES),
-        "scales": torch.from_numpy(layer.scales),
-    }
-
-
-def as_gptq(layer: Layer, version: int) -> dict[str, torch.Tensor]:
-    zeros = pack(layer.zeros)
-    if version == 1:  # as AutoGPTQ's conversion does: one is taken from each nibble, in the whole word
-        zeros = torch.from_numpy((zeros.numpy().view(np.uint32) - np.uint32(0x11111111)).view(np.int32))
-    return {
-        "qweight": pack(layer.q.T).T.contiguous(),
-        "qzeros": zeros,
-        "scales": torch.from_numpy(layer.scales),
-        "g_idx": torch.from_numpy(layer.group_of.astype(np.int32)),
-    }
 
 
 def assert_restored(
@@ -252,10 +204,11 @@ def test_formats_are_read_from_the_config() -> None:
     awq = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "GEMM"}
     assert read_format(awq) == PackedFormat("awq", 128)
     gptq = {"quant_method": "gptq", "bits": 4, "group_size": -1, "desc_act": True, "sym": True}
-    assert read_format(gptq) == PackedFormat("gptq", -1, True)
-    assert read_format(gptq | {"checkpoint_format": "gptq_v2", "sym": False}) == PackedFormat(
-        "gptq_v2", -1, False
-    )
+    assert read_format(gptq) == PackedFormat("gptq", -1, True, act_order=True)
+    other = gptq | {"checkpoint_format": "gptq_v2", "sym": False, "desc_act": False}
+    assert read_format(other) == PackedFormat("gptq_v2", -1, False)
+    plain = awq | {"modules_not_to_convert": ["lm_head"]}
+    assert read_format(plain) == PackedFormat("awq", 128, plain=("lm_head",))
 
 
 @pytest.mark.parametrize(

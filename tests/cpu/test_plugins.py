@@ -6,11 +6,13 @@ import pytest
 import torch
 
 from pelton.plugins_trt.fp8_linear_plugin import FP8_LINEAR_PLUGIN
-from pelton.plugins_trt.int4_linear_plugin import INT4_LINEAR_PLUGIN
+from pelton.plugins_trt.int4_linear_plugin import INT4_LINEAR_PLUGIN, by_kind
+from pelton.plugins_trt.moe_experts_plugin import MOE_EXPERTS_PLUGIN, _typical_routes
 from pelton.plugins_trt.paged_attention_plugin import PAGED_ATTENTION_PLUGIN, _typical_step
 from pelton.plugins_trt.plugin import Described, Operator
 
 INDICES = ["int32"] * 3
+ROUTED = ["float16", "float32", "int32"]  # x, router weights, expert ids
 
 
 @pytest.mark.parametrize(
@@ -28,13 +30,36 @@ INDICES = ["int32"] * 3
         (PAGED_ATTENTION_PLUGIN, ["float16"] * 4 + ["int8"] + INDICES, ["float16"] * 2 + ["int8"], False),
         (INT4_LINEAR_PLUGIN, ["float16", "int8", "float16", "int8"], ["float16"], True),
         (INT4_LINEAR_PLUGIN, ["bfloat16", "int8", "float16"], ["bfloat16"], True),
+        (INT4_LINEAR_PLUGIN, ["float16", "int8", "float16", "int32"], ["float16"], True),
+        (INT4_LINEAR_PLUGIN, ["float16", "int8", "float16", "int8", "int32"], ["float16"], True),
+        (INT4_LINEAR_PLUGIN, ["float16", "int8", "float16", "int32", "int8"], ["float16"], False),
         (INT4_LINEAR_PLUGIN, ["float16", "int32", "float16"], ["float16"], False),
         (FP8_LINEAR_PLUGIN, ["float16", "float8_e4m3fn", "float32"], ["float16"], True),
         (FP8_LINEAR_PLUGIN, ["float16", "int8", "float32"], ["float16"], False),
+        (MOE_EXPERTS_PLUGIN, [*ROUTED, "float16", "float16"], ["float16"], True),
+        (MOE_EXPERTS_PLUGIN, [*ROUTED, "float16", "float16"], ["float32"], False),
+        (MOE_EXPERTS_PLUGIN, [*ROUTED, "float16", "bfloat16"], ["float16"], False),
+        (MOE_EXPERTS_PLUGIN, [*ROUTED, "bfloat16", "bfloat16"], ["float16"], False),
+        (MOE_EXPERTS_PLUGIN, ["float16", "float16", "int32", "float16", "float16"], ["float16"], False),
+        (MOE_EXPERTS_PLUGIN, ["float16", "float32", "int64", "float16", "float16"], ["float16"], False),
+        (MOE_EXPERTS_PLUGIN, [*ROUTED, *["int8"] * 2, *["float16"] * 2], ["float16"], True),
+        (MOE_EXPERTS_PLUGIN, [*ROUTED, *["int8"] * 2, *["float16"] * 2, *["int8"] * 2], ["float16"], True),
+        (MOE_EXPERTS_PLUGIN, [*ROUTED, *["int8"] * 2], ["float16"], False),
+        (MOE_EXPERTS_PLUGIN, [*ROUTED, *["int8"] * 2, *["float16"] * 2, "int8"], ["float16"], False),
+        (MOE_EXPERTS_PLUGIN, [*ROUTED, *["float8_e4m3fn"] * 2, *["float32"] * 2], ["float16"], True),
+        (MOE_EXPERTS_PLUGIN, [*ROUTED, *["float8_e4m3fn"] * 2, *["float16"] * 2], ["float16"], False),
     ],
 )
 def test_dtypes(operator: Operator, inputs: list[str], outputs: list[str], accepted: bool) -> None:
     assert operator.accepts(inputs, outputs) is accepted
+
+
+def test_zero_points_and_order_are_told_apart() -> None:
+    zeros, perm = torch.zeros(2, 8, dtype=torch.int8), torch.arange(64, dtype=torch.int32)
+    assert by_kind([]) == (None, None)
+    assert by_kind([zeros]) == (zeros, None)
+    assert by_kind([perm]) == (None, perm)
+    assert by_kind([zeros, perm]) == (zeros, perm)
 
 
 def step(tokens: int, batch: int) -> list[Described]:
@@ -86,3 +111,23 @@ def test_a_timed_step_is_a_valid_one(tokens: int, batch: int) -> None:
     assert (rows >= 0).all()
     assert (rows <= seq_lens).all()
     assert (seq_lens <= 64).all()
+
+
+def test_tactics_of_experts_follow_the_form_of_their_stacks() -> None:
+    def tactics(group_size: int, gate_up: Described) -> list[int]:
+        routes = [Described((64, 2), dtype) for dtype in ("float32", "int32")]
+        inputs = [Described((64, 4096), "float16"), *routes, gate_up, gate_up]
+        return list(MOE_EXPERTS_PLUGIN.tactics(inputs, {"activation": 0, "group_size": group_size}))
+
+    dense = tactics(-1, Described((8, 28672, 4096), "float16"))
+    int4 = Described((8, 128, 28672, 16), "int8")
+    assert dense[0] == 1
+    assert set(tactics(32, int4)) < set(tactics(128, int4)) == set(dense)
+
+
+def test_timed_experts_get_an_even_share() -> None:
+    garbage = torch.full((10, 3), -(10**6), dtype=torch.int32)
+    ids = _typical_routes(garbage, 5)
+    assert ids.shape == (10, 3)
+    assert ids.dtype == torch.int32
+    assert ids.flatten().bincount().tolist() == [6] * 5

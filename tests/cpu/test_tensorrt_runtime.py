@@ -14,6 +14,7 @@ import pytest
 
 from pelton.compile.bundle import HostNeeds, write_manifest
 from pelton.errors import BuildError, BundleError, ConfigError
+from pelton.plugins_trt.messages import make_log
 from pelton.plugins_trt.tensorrt import load
 from pelton.runtime import trt_loading
 from pelton.runtime.engine import EngineConfig
@@ -96,7 +97,7 @@ def test_the_fake_s_dtypes_are_tensorrt_s(rtx: Any) -> None:
 def test_tr_01_the_real_library_refuses_a_plan_that_is_none(rtx: Any, tmp_path: Path) -> None:
     write_bundle(tmp_path, limits())
     (tmp_path / PLAN_FILE).write_bytes(b"x" * 1000)
-    log = trt_loading.make_log(rtx)
+    log = make_log(rtx)
     creators = trt_loading.register_plugins(rtx, read_facts(tmp_path), tmp_path, "rebuild it")
     runtime = rtx.Runtime(log)
     with pytest.raises(BundleError) as caught:

@@ -5,10 +5,14 @@ from __future__ import annotations
 import io
 import mmap
 import re
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from pelton.compile.progress import Progress, format_bytes, format_seconds, process_peak_bytes
+from pelton.compile.targets.tensorrt_progress import make_monitor
 
 
 class FakeClock:
@@ -90,6 +94,86 @@ def test_a_terminal_shows_the_running_stage(monkeypatch: pytest.MonkeyPatch) -> 
     assert re.search(r"compile  \d\.0 s  memory [\d.]+ [MG]iB \(peak [\d.]+ [MG]iB\)", text)
     assert "compile: done in 5.0 s" in text
     assert "compile ..." not in text
+
+
+def test_steps_join_the_live_line_and_do_not_flood_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm-256color")
+    terminal, file, clock = Terminal(), io.StringIO(), FakeClock()
+    on_terminal, in_file = Progress(terminal, clock=clock), Progress(file, clock=clock)
+    with on_terminal.stage("build"), in_file.stage("build"):
+        for number in range(600):  # a minute in steps of 0.1 s
+            clock.now += 0.1
+            on_terminal.step(f"Timing [{number} of 600]")
+            in_file.step(f"Timing [{number} of 600]")
+    assert re.search(r"build  [\d.]+ (s|min \d\d s)  memory .*\)  Timing \[599 of 600\]", terminal.getvalue())
+    lines = [line for line in file.getvalue().splitlines() if line.startswith("  Timing [")]
+    assert len(lines) in (1, 2)
+    assert lines[0] in ("  Timing [299 of 600]", "  Timing [300 of 600]")
+
+
+def test_the_next_stage_does_not_show_the_last_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm-256color")
+    stream = Terminal()
+    progress = Progress(stream, clock=FakeClock())
+    with progress.stage("build"):
+        progress.step("Timing (1 of 2)")
+    before = len(stream.getvalue())
+    with progress.stage("write"):
+        pass
+    assert "Timing" not in stream.getvalue()[before:]
+
+
+class Monitor:
+    """In the place of TensorRT's base class."""
+
+
+def monitor(on_progress: Callable[[str], None]) -> Any:
+    return make_monitor(SimpleNamespace(IProgressMonitor=Monitor), on_progress)
+
+
+def test_phases_become_one_line() -> None:
+    """The events of a real build, shortened."""
+    lines: list[str] = []
+    phases = monitor(lines.append)
+    phases.phase_start("Building engine", None, 6)
+    phases.phase_start("Building engine from subgraph", "Building engine", 1)
+    assert phases.step_complete("Building engine", 0)
+    phases.phase_start("Timing graph nodes", "Building engine from subgraph", 50)
+    assert phases.step_complete("Timing graph nodes", 0)
+    phases.phase_start("Computing reformatting costs", "Timing graph nodes", 1)
+    phases.step_complete("Computing reformatting costs", 0)
+    phases.phase_finish("Computing reformatting costs")
+    phases.step_complete("Timing graph nodes", 49)
+    phases.phase_finish("Timing graph nodes")
+    phases.phase_finish("Building engine from subgraph")
+    phases.phase_finish("Building engine")
+    assert lines == [
+        "Building engine (1 of 6)",
+        "Building engine (2 of 6)",
+        "Building engine (2 of 6): Timing graph nodes (1 of 50)",
+        "Building engine (2 of 6): Timing graph nodes (2 of 50)",
+        "Building engine (2 of 6): Timing graph nodes (50 of 50)",
+        "Building engine (2 of 6)",
+    ]
+
+
+@pytest.mark.parametrize("event", ["phase_start", "step_complete", "phase_finish"])
+def test_what_is_raised_is_kept_and_stops_the_builder(event: str) -> None:
+    def fail(line: str) -> None:
+        if armed:
+            raise KeyboardInterrupt
+
+    armed = False
+    phases = monitor(fail)
+    phases.phase_start("Building engine", None, 6)
+    phases.phase_start("Timing", "Building engine", 50)
+    armed = True
+    arguments: tuple[Any, ...] = {
+        "phase_start": ("Inner", "Timing", 9), "step_complete": ("Timing", 3), "phase_finish": ("Timing",)
+    }[event]  # fmt: skip
+    getattr(phases, event)(*arguments)
+    assert isinstance(phases.interrupt, KeyboardInterrupt)
+    assert not phases.step_complete("Building engine", 1)
 
 
 @pytest.mark.parametrize(

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import TypeAdapter
 
 from pelton.compile.bundle import Limits
 from pelton.compile.profiles import Profile, ShapeRange, derive_profiles
 from pelton.errors import BuildError
+from pelton.runtime.trt_facts import EngineProfile
 
 
 @dataclass(frozen=True)
@@ -35,8 +38,14 @@ def step_shapes(tokens: int, sequences: int, pages: int, rows: int) -> dict[str,
     }
 
 
+def fault(profile: Profile, shapes: dict[str, tuple[int, ...]]) -> str | None:
+    """What the executor says of `shapes`, which knows the profile from `engine.json`."""
+    written = json.loads(json.dumps(profile.to_json()))
+    return TypeAdapter(EngineProfile).validate_python(written).fault(shapes)
+
+
 def fits(profile: Profile, shapes: dict[str, tuple[int, ...]]) -> bool:
-    return all(profile.shapes[name].holds(shape) for name, shape in shapes.items())
+    return fault(profile, shapes) is None
 
 
 @given(
@@ -76,7 +85,8 @@ def test_pages_of_every_layer_are_in_each_profile() -> None:
     for profile in derive_profiles(limits(), geometry, 100):
         assert profile.shapes["k_caches_1"].opt == (100, 32, 1, 128)
         assert profile.shapes["v_caches_0"].opt == (100, 32, 3, 64)
-        assert not profile.shapes["v_caches_0"].holds((100, 16, 3, 64))
+        assert fits(profile, {"v_caches_0": (1, 32, 3, 64)})
+        assert "v_caches_0: shape (100, 16, 3, 64)" in str(fault(profile, {"v_caches_0": (100, 16, 3, 64)}))
 
 
 def test_more_pages_than_a_tensor_can_hold_are_refused() -> None:

@@ -72,7 +72,40 @@ MORE_FAMILIES: dict[str, dict[str, Any]] = {
     "phi3": {},
     "gpt_neox": {"rotary_pct": 0.5},
     "opt": {"ffn_dim": 96, "word_embed_proj_dim": 64},
+}
+
+# Families with routed experts.
+MOE_FAMILIES: dict[str, dict[str, Any]] = {
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "qwen3_moe": {
+        "num_experts": 6,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 48,
+        "norm_topk_prob": True,
+    },
+    # Experts in the second layer only, one beside them that every token passes, router weights that do not add up to 1.
+    "qwen2_moe": {
+        "num_experts": 5,
+        "num_experts_per_tok": 1,
+        "moe_intermediate_size": 40,
+        "shared_expert_intermediate_size": 56,
+        "decoder_sparse_step": 2,
+    },
+    # Latent attention: keys of 8 + 16 features, values of 20. The first layer is dense.
+    "deepseek_v3": {
+        "num_key_value_heads": 4,
+        "q_lora_rank": 24,
+        "kv_lora_rank": 32,
+        "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 16,
+        "v_head_dim": 20,
+        "n_routed_experts": 8,
+        "n_group": 4,
+        "topk_group": 2,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 48,
+        "first_k_dense_replace": 1,
+    },
 }
 
 
@@ -87,14 +120,15 @@ def tiny_checkpoint(
 ) -> Path:
     """Write a two-layer checkpoint of a transformers model type with its tokenizer; return `path`.
 
-    `FAMILIES` and `MORE_FAMILIES` have the settings that make a family's own features matter at this size.
+    `FAMILIES`, `MORE_FAMILIES` and `MOE_FAMILIES` have the settings that make a family's own features matter at this
+    size.
     """
     return _write(tiny_model(family, seed=seed, **config_overrides).to(dtype), path, max_shard_size)
 
 
 def tiny_model(family: str, *, seed: int = 0, **config_overrides: Any) -> PreTrainedModel:
     """The model of `tiny_checkpoint`, in float32 and in eval mode."""
-    options = _COMMON | (FAMILIES | MORE_FAMILIES).get(family, {}) | config_overrides
+    options = _COMMON | (FAMILIES | MORE_FAMILIES | MOE_FAMILIES).get(family, {}) | config_overrides
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **options))
     _randomise(model, seed)
     return model.eval()

@@ -44,7 +44,7 @@ from .targets.cpu_target import CpuTarget
 from .targets.torch_tensorrt import TORCH_TENSORRT, require_torch_tensorrt
 from .weight_plan import WeightPlan
 
-TARGETS = ("cpu", TENSORRT, TENSORRT_RTX)
+TARGETS = ("cpu", TENSORRT, TENSORRT_RTX, "cuda")
 FRONTENDS = ("onnx", TORCH_TENSORRT)
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 DEFAULT_MAX_MODEL_LEN = 8192
@@ -207,6 +207,14 @@ def _target(request: BuildRequest) -> Target:
         if request.gpus:
             raise BuildError("gpu: the cpu target has none; --gpu goes with --target tensorrt-rtx")
         return CpuTarget()
+    if request.target == "cuda":
+        from .targets.cuda_target import CudaTarget
+
+        if request.gpus:
+            raise BuildError(
+                "gpu: cuda builds for the GPU of the machine that it runs on; --gpu is for tensorrt-rtx"
+            )
+        return CudaTarget.for_this_machine(request.quantize)
     if request.target in (TENSORRT, TENSORRT_RTX):
         require_version(request.target)
         try:  # what it imports is an extra

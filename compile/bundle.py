@@ -10,9 +10,11 @@ from __future__ import annotations
 import dataclasses
 import fcntl
 import hashlib
+import importlib.util
 import json
 import os
 import platform
+import re
 import secrets
 import shlex
 import shutil
@@ -196,9 +198,7 @@ class HostFacts:
 
     @classmethod
     def detect(cls) -> HostFacts:
-        return cls(
-            machine=platform.machine(), cpu_flags=_cpu_flags(), torch_version=metadata.version("torch")
-        )
+        return cls(machine=platform.machine(), cpu_flags=_cpu_flags(), torch_version=_torch_version())
 
 
 def content_key(
@@ -260,7 +260,7 @@ def check_bundle(manifest: Manifest, path: Path, host: HostFacts, *, verify: boo
     Sizes are always compared; `verify` also reads every file and compares its sha256.
     """
     built, found = [], []
-    if manifest.target == "cpu" and manifest.versions.torch != host.torch_version:
+    if manifest.target in ("cpu", "cuda") and manifest.versions.torch != host.torch_version:
         built.append(f"torch {manifest.versions.torch}")
         found.append(f"torch {host.torch_version}")
     if manifest.needs.machine != host.machine:
@@ -418,6 +418,20 @@ def _rebuild(command: object, directory: Path | None) -> str:
 def build_command_into(command: str, directory: Path) -> str:
     """A manifest's `build_command`, as a command that builds into `directory`."""
     return f"{command} -o {shlex.quote(str(directory))}"
+
+
+def _torch_version() -> str:
+    """`torch.__version__`, without the second that importing torch takes.
+
+    The metadata of a wheel from PyPI has no local part (`2.13.0`), its `__version__` has (`2.13.0+cu130`).
+    """
+    spec = importlib.util.find_spec("torch")
+    if spec is not None and spec.origin is not None:
+        with suppress(OSError):
+            text = Path(spec.origin).with_name("version.py").read_text(encoding="utf-8")
+            if found := re.search(r"^__version__ = ['\"](.+)['\"]", text, re.M):
+                return found[1]
+    return metadata.version("torch")
 
 
 def _cpu_flags() -> frozenset[str]:

@@ -105,6 +105,26 @@ def merge_sibling_linears(graph_module: GraphModule) -> None:
     graph.eliminate_dead_code()
 
 
+def merge_equal_nodes(graph_module: GraphModule) -> None:
+    """Nodes that compute the same of the same values become the first of them (the rotary tables that each layer
+    unsqueezes for itself).
+    """
+    graph = graph_module.graph
+    first: dict[object, Node] = {}
+    for node in list(graph.nodes):
+        target = node.target
+        if node.op != "call_function" or not (
+            isinstance(target, torch._ops.OpOverload) and target.namespace == "aten"
+        ):
+            continue
+        if target._schema.is_mutable or torch.Tag.nondeterministic_seeded in target.tags or node.is_impure():
+            continue
+        key = (target, repr(node.args), repr(node.kwargs))
+        if (same := first.setdefault(key, node)) is not node:
+            node.replace_all_uses_with(same)
+            graph.erase_node(node)
+
+
 def _is_weight(argument: object) -> bool:
     return isinstance(argument, Node) and argument.op == "get_attr"
 

@@ -52,8 +52,11 @@ class Segment:
     def attention(self) -> Iterator[Node]:
         return (node for node in self.nodes if node.target is PAGED_ATTENTION)
 
-    def signature(self, graph_module: GraphModule) -> Hashable:
-        """Equal for segments that compute the same function of their inputs and weights."""
+    def signature(self, graph_module: GraphModule, *, by_content: bool = True) -> Hashable:
+        """Equal for segments that compute the same function of their inputs and weights.
+
+        With `by_content` weights that are not floats must also be equal: the compiler may have seen them.
+        """
         names: dict[Node, Hashable] = {
             node: ("input", i, _fake_signature(node)) for i, node in enumerate(self.inputs)
         }
@@ -65,8 +68,8 @@ class Segment:
             if node.op == "get_attr":
                 value = get_weight(graph_module, str(node.target))
                 form = (tuple(value.shape), str(value.dtype))
-                # Whatever is not a float may steer the compiler by its value.
-                content = None if value.is_floating_point() else tuple(value.flatten().tolist())
+                is_free = value.is_floating_point() or not by_content
+                content = None if is_free else tuple(value.flatten().tolist())
                 rows.append(("weight", order[str(node.target)], form, content))
             else:
                 rows.append((str(node.target), _freeze(node.args, names), _freeze(node.kwargs, names)))
@@ -86,29 +89,30 @@ def cut(graph_module: GraphModule, prefix: str, num_layers: int) -> list[Segment
     last_segment = num_layers + 1
     place: dict[Node, int] = {}
     for node in graph_module.graph.nodes:
-        if node.op in ("placeholder", "output", "get_attr") or not _is_tensor_valued(node):
+        if node.op in ("placeholder", "output", "get_attr") or not is_tensor_valued(node):
             continue
         own = _layer_of(node, prefix)
         floor = max((place[i] for i in _tensor_sources(node) if i in place), default=0)
         if own is not None and own + 1 < floor:
             raise BuildError(f"layer {own} reads a value of a later layer: {node.name}")
         place[node] = own + 1 if own is not None else (last_segment if floor else 0)
-    results = [a for a in _leaves(graph_module.graph.output_node().args) if isinstance(a, Node)]
+    results = graph_results(graph_module)
     segments = []
     for index in range(last_segment + 1):
         name = "prologue" if index == 0 else "epilogue" if index == last_segment else f"layer.{index - 1}"
         core = [n for n, p in place.items() if p == index]
-        segments.append(_segment(name, core, results[:1]))
+        segments.append(make_segment(name, core, results[:1]))
     return segments
 
 
-def _segment(name: str, core: list[Node], results: list[Node]) -> Segment:
+def make_segment(name: str, core: list[Node], results: list[Node]) -> Segment:
+    """The nodes of `core` with the weights and sizes that they read; `results` are values that the caller wants."""
     members = set(core)
     pending = list(core)
     while pending:  # sizes and weights are cloned into each segment that reads them
         for source in _sources(pending.pop()):
             is_shared = source.op == "get_attr" or (
-                source.op == "call_function" and not _is_tensor_valued(source)
+                source.op == "call_function" and not is_tensor_valued(source)
             )
             if is_shared and source not in members:
                 members.add(source)
@@ -150,19 +154,32 @@ class SegmentModule(nn.Module):
             self.register_buffer(f"weight_{index}", weight)
 
     def forward(self, inputs: list[Tensor], extras: list[Tensor]) -> list[Tensor]:
-        values: dict[Node, Any] = dict(zip(self.segment.inputs, inputs, strict=True))
-        weights = {name: getattr(self, f"weight_{i}") for i, name in enumerate(self.segment.weights)}
-        for node in self.segment.nodes:
-            if node.op == "get_attr":
-                values[node] = weights[str(node.target)]
-            elif node.target is PAGED_ATTENTION:
-                values[node] = (self._attention(node, values, tuple(extras)), None, None)
-            else:
-                arguments = torch.fx.node.map_arg(node.args, values.__getitem__)
-                keywords = torch.fx.node.map_arg(node.kwargs, values.__getitem__)
-                function = cast("Callable[..., Any]", node.target)
-                values[node] = function(*arguments, **keywords)
-        return [values[node].contiguous() for node in self.segment.outputs]
+        weights = [getattr(self, f"weight_{i}") for i in range(len(self.segment.weights))]
+        return evaluate(
+            self.segment, inputs, weights, lambda node, values: self._attention(node, values, tuple(extras))
+        )
+
+
+def evaluate(
+    segment: Segment,
+    inputs: Sequence[Tensor],
+    weights: Sequence[Tensor],
+    attention: Callable[[Node, dict[Node, Any]], Tensor],
+) -> list[Tensor]:
+    """The outputs of `segment`, contiguous; `inputs` and `weights` stand in its order."""
+    values: dict[Node, Any] = dict(zip(segment.inputs, inputs, strict=True))
+    by_name = dict(zip(segment.weights, weights, strict=True))
+    for node in segment.nodes:
+        if node.op == "get_attr":
+            values[node] = by_name[str(node.target)]
+        elif node.target is PAGED_ATTENTION:
+            values[node] = (attention(node, values), None, None)
+        else:
+            arguments = torch.fx.node.map_arg(node.args, values.__getitem__)
+            keywords = torch.fx.node.map_arg(node.kwargs, values.__getitem__)
+            function = cast("Callable[..., Any]", node.target)
+            values[node] = function(*arguments, **keywords)
+    return [values[node].contiguous() for node in segment.outputs]
 
 
 def get_weight(graph_module: GraphModule, name: str) -> Tensor:
@@ -184,7 +201,8 @@ def _tensor_sources(node: Node) -> list[Node]:
     return [source for source in _sources(node) if source.op != "get_attr"]
 
 
-def _is_tensor_valued(node: Node) -> bool:
+def is_tensor_valued(node: Node) -> bool:
+    """Whether `node` is a tensor, or several, and not a size."""
     value = node.meta.get("val")
     return not isinstance(value, (int, float, bool, torch.SymInt, torch.SymFloat, torch.SymBool))
 
@@ -201,8 +219,10 @@ def _layer_of(node: Node, prefix: str) -> int | None:
     return None
 
 
-def _leaves(value: Any) -> list[Any]:
-    return torch.utils._pytree.tree_leaves(value)
+def graph_results(graph_module: GraphModule) -> list[Node]:
+    """What the graph returns, in order: the logits, then the caches."""
+    leaves = torch.utils._pytree.tree_leaves(graph_module.graph.output_node().args)
+    return [leaf for leaf in leaves if isinstance(leaf, Node)]
 
 
 def _fake_signature(node: Node) -> Hashable:

@@ -25,7 +25,7 @@ def load_engine(path: str | Path, config: EngineConfig | None = None, *, name: s
     directory = Path(path)
     manifest = read_manifest(directory)
     check_bundle(manifest, directory, HostFacts.detect())
-    if manifest.target not in ("cpu", TENSORRT, TENSORRT_RTX):
+    if manifest.target not in ("cpu", "cuda", TENSORRT, TENSORRT_RTX):
         raise BundleError(f"{directory}: built for target {manifest.target!r}, which this version cannot run")
     tokenizer = Tokenizer.from_directory(directory)
     executor = _open_executor(directory, manifest, config)
@@ -51,6 +51,10 @@ def _open_executor(directory: Path, manifest: Manifest, config: EngineConfig) ->
         raise ConfigError(
             f"threads: only --target cpu computes on CPU threads, not {manifest.target}; leave it out"
         )
+    if manifest.target == "cuda":
+        from .cuda_loading import open_executor as open_cuda_executor
+
+        return open_cuda_executor(directory, manifest, kv_cache_bytes=config.kv_cache_bytes)
     from .executor_trt import open_executor
 
     return open_executor(directory, manifest, kv_cache_bytes=config.kv_cache_bytes)

@@ -22,7 +22,7 @@ from .sizes import MEMORY
     "--target",
     default="cpu",
     show_default=True,
-    type=click.Choice(["cpu", "tensorrt", "tensorrt-rtx"]),
+    type=click.Choice(["cpu", "tensorrt", "tensorrt-rtx", "cuda"]),
     help="What to compile for.",
 )
 @click.option(
@@ -39,7 +39,7 @@ from .sizes import MEMORY
 @click.option(
     "--quantize",
     type=click.Choice(["int4", "fp8"]),
-    help="Round the weights of the decoder's linear layers (TensorRT targets).",
+    help="Round the weights of the decoder's linear layers (targets for GPUs).",
 )
 @click.option(
     "--dtype",

@@ -65,15 +65,19 @@ def _quantisation(manifest: Manifest) -> list[tuple[str, str]]:
 
 
 def _needs(manifest: Manifest) -> str:
+    host = f"{manifest.needs.machine} with {' '.join(manifest.needs.cpu_flags)}"
     if manifest.target == "cpu":
-        return f"{manifest.needs.machine} with {' '.join(manifest.needs.cpu_flags)}"
+        return host
+    if manifest.target == "cuda":
+        gpu = " or ".join(manifest.engine.get("gpus", ()))
+        return f"{host}, torch {manifest.versions.torch}, a GPU of compute capability {gpu}"
     gpus = " or ".join(manifest.engine.get("gpus", ())) or "that of the building machine"
     return f"{manifest.needs.machine}, {manifest.versions.compiler}, a GPU of compute capability {gpus}"
 
 
 def _show_layers(bundle: Path, manifest: Manifest) -> None:
     """The network's layers as the builder had them: which kernels they became is chosen on the user's GPU."""
-    if manifest.target == "cpu":
+    if manifest.target in ("cpu", "cuda"):
         raise ConfigError(
             f"layers: the target {manifest.target} has no list of layers; --json shows its engine"
         )

@@ -19,6 +19,7 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
 
 # Tests of kernels and of whole TensorRT engines: `make test` installs what they need.
 _NEEDS_RTX = {
+    "test_cuda_kernels.py",
     "test_experts_plans.py",
     "test_fp8_linear.py",
     "test_gpu_check.py",
@@ -44,6 +45,7 @@ def pytest_report_header() -> str:
 
 # Bundles that several tests share are built by one process, and what serves has one core to itself.
 _BUNDLES = {"tiny_bundles", "smollm2_bundle", "smollm2_float32_bundle"}
+_CUDA_BUNDLES = {"cuda_bundles", "cuda_int4_bundle"}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -51,6 +53,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if _BUNDLES.intersection(getattr(item, "fixturenames", ())):
             item.add_marker(pytest.mark.xdist_group("bundles"))
+        elif _CUDA_BUNDLES.intersection(getattr(item, "fixturenames", ())):
+            item.add_marker(pytest.mark.xdist_group("cuda_bundles"))
         elif "e2e" in item.path.parts:
             item.add_marker(pytest.mark.xdist_group(item.path.stem))
 

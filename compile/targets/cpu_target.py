@@ -33,6 +33,28 @@ _X86_INSTRUCTION_SETS = re.compile(
 )
 
 
+def host_compiler() -> str:
+    """Inductor's C++ compiler, on this machine. Raises `BuildError` when there is none."""
+    try:
+        version = subprocess.run(
+            ["g++", "-dumpfullversion"], capture_output=True, text=True, check=True, timeout=30
+        ).stdout.strip()
+    except (OSError, subprocess.SubprocessError) as error:
+        raise BuildError(
+            f"g++ is needed to compile for the CPU and does not run here ({error}); install it (Debian: "
+            "apt-get install g++)"
+        ) from error
+    return f"inductor, g++ {version}, {platform.machine()}"
+
+
+def host_needs() -> HostNeeds:
+    """What Inductor's C++ code may use of the building machine."""
+    host = HostFacts.detect()
+    is_x86 = host.machine in ("x86_64", "AMD64")
+    flags = (f for f in host.cpu_flags if not is_x86 or _X86_INSTRUCTION_SETS.fullmatch(f))
+    return HostNeeds(machine=host.machine, cpu_flags=tuple(sorted(flags)))
+
+
 class CpuTarget:
     """`Target` on PyTorch Inductor."""
 
@@ -41,23 +63,10 @@ class CpuTarget:
     experts = BATCHED
 
     def compiler(self) -> str:
-        """Inductor's C++ compiler."""
-        try:
-            version = subprocess.run(
-                ["g++", "-dumpfullversion"], capture_output=True, text=True, check=True, timeout=30
-            ).stdout.strip()
-        except (OSError, subprocess.SubprocessError) as error:
-            raise BuildError(
-                f"g++ is needed to compile for the CPU and does not run here ({error}); install it (Debian: "
-                "apt-get install g++)"
-            ) from error
-        return f"inductor, g++ {version}, {platform.machine()}"
+        return host_compiler()
 
     def needs(self) -> HostNeeds:
-        host = HostFacts.detect()
-        is_x86 = host.machine in ("x86_64", "AMD64")
-        flags = (f for f in host.cpu_flags if not is_x86 or _X86_INSTRUCTION_SETS.fullmatch(f))
-        return HostNeeds(machine=host.machine, cpu_flags=tuple(sorted(flags)))
+        return host_needs()
 
     def options(self) -> Mapping[str, Any]:
         return {"cpu_flags": list(self.needs().cpu_flags)}

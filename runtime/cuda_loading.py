@@ -1,0 +1,61 @@
+"""A bundle of the `cuda` target -> its executor, or a `BundleError`: what it was built for, what is here, what to do.
+
+Torch is imported once the files that can be checked without it have been.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..compile.bundle import Manifest
+from ..errors import BundleError
+from .trt_facts import EngineFacts
+from .trt_loading import rebuild
+
+if TYPE_CHECKING:
+    from .executor_cuda import CudaExecutor
+
+
+def open_executor(directory: Path, manifest: Manifest, *, kv_cache_bytes: int | None = None) -> CudaExecutor:
+    """The executor of the bundle on this machine's first GPU. `check_bundle` has compared torch and the CPU.
+
+    Raises `BundleError` before the engine is touched when the bundle is for something else than what is here,
+    `ConfigError` when memory does not suffice.
+    """
+    facts = EngineFacts.read(directory, rebuild(manifest, directory))
+    from .cuda_device import CudaDevice, has_cuda
+
+    gpu = CudaDevice().compute_capability if has_cuda() else None
+    has_triton = importlib.util.find_spec("triton") is not None
+    check_needs(manifest, facts, directory, gpu=gpu, has_triton=has_triton)
+    from .executor_cuda import CudaExecutor
+    from .torch_device import TorchGpu
+
+    return CudaExecutor(directory, manifest, facts, device=TorchGpu(), kv_cache_bytes=kv_cache_bytes)
+
+
+def check_needs(
+    manifest: Manifest, facts: EngineFacts, where: Path, *, gpu: str | None, has_triton: bool
+) -> None:
+    """Raise `BundleError` unless the bundle is for a GPU like `gpu` (a compute capability; None: there is none) and
+    the kernels of its attention can be compiled."""
+    built, found = [], []
+    if facts.target != manifest.target:
+        built.append(f"an engine for {facts.target}")
+        found.append(f"a manifest for {manifest.target}")
+    if gpu is None or gpu not in facts.gpus:
+        built.append(f"an NVIDIA GPU of compute capability {' or '.join(facts.gpus)}")
+        found.append("no CUDA device" if gpu is None else f"one of {gpu}")
+    remedy = rebuild(manifest, where)
+    if gpu is None:
+        remedy = f"run it where there is such a GPU, or rebuild for this machine with --target cpu ({remedy})"
+    elif not has_triton:
+        built.append("Triton, which compiles the kernels of its attention")
+        found.append("no triton")
+        remedy = f"`pip install 'pelton[cuda]'`, then, if anything else differs, {remedy}"
+    if built:
+        raise BundleError(
+            f"{where}: built with/for {' and '.join(built)}, found {' and '.join(found)}; {remedy}"
+        )

@@ -1,0 +1,104 @@
+"""Bundles of the `cuda` target that are compiled for the CPU, and the CPU in the place of its GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pelton.compile import build as build_module
+from pelton.compile.bundle import Manifest, read_manifest
+from pelton.compile.progress import Progress
+from pelton.compile.targets.cuda_target import CudaTarget
+from pelton.errors import EngineError
+from pelton.runtime.executor_cuda import CudaExecutor
+from pelton.runtime.trt_facts import EngineFacts
+
+BLOCK = 16
+_LIMITS = {"max_batch_size": 6, "max_step_tokens": 256, "kv_cache_bytes": 2 << 20}
+
+
+class HostTarget(CudaTarget):
+    """The target compiling for the CPU; its bundles say that they are for a GPU of 9.0."""
+
+    dtypes = ("float32", "float16")
+
+    def __init__(self) -> None:
+        super().__init__(torch.device("cpu"), "9.0")
+
+
+def build_on_host(checkpoint: Path, output: Path, **request: Any) -> Path:
+    """The real build, with its proofs, of everything but device code; an unchanged bundle is found."""
+    own = build_module._target
+    build_module._target = lambda _: HostTarget()  # type: ignore[assignment]
+    try:
+        options = {"block_size": BLOCK, **_LIMITS, **request}
+        plan = build_module.resolve(
+            build_module.BuildRequest(model=str(checkpoint), output=output, target="cuda", **options)
+        )
+        build_module.build(plan, Progress(StringIO()))
+    finally:
+        build_module._target = own
+    return output
+
+
+class HostDevice:
+    """`TorchDevice` on the CPU, where what is enqueued has run: a captured graph is its function."""
+
+    def __init__(self, free_bytes: int = 1 << 30, *, can_capture: bool = True) -> None:
+        self._free_bytes = free_bytes
+        self._can_capture = can_capture
+        self._is_staging_in_use = False
+        self.num_captures = 0
+        self.num_replays = 0
+        self.num_uploads = 0
+        self.is_closed = False
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cpu")
+
+    def free_bytes(self) -> int:
+        return self._free_bytes
+
+    def allocate_staging(self, num_bytes: int) -> Tensor:
+        return torch.full((num_bytes,), 0xAB, dtype=torch.uint8)
+
+    def upload(self, staging: Tensor, destination: Tensor) -> None:
+        assert not self._is_staging_in_use, "staging memory was written while it was being copied"
+        destination.copy_(staging)
+        self._is_staging_in_use = True
+        self.num_uploads += 1
+
+    def wait_for_upload(self) -> None:
+        self._is_staging_in_use = False
+
+    def capture(self, enqueue: Callable[[], None]) -> Callable[[], None]:
+        if not self._can_capture:
+            raise EngineError("it cannot be captured")
+        self.num_captures += 1
+
+        def replay() -> None:
+            self.num_replays += 1
+            enqueue()
+
+        return replay
+
+    def faults(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+def open_on_host(
+    directory: Path, *, device: HostDevice | None = None, manifest: Manifest | None = None, **options: Any
+) -> CudaExecutor:
+    manifest = manifest or read_manifest(directory)
+    facts = EngineFacts.read(directory, "rebuild it")
+    return CudaExecutor(directory, manifest, facts, device=device or HostDevice(), **options)

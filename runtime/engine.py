@@ -9,16 +9,13 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
-import numpy as np
-
 from ..errors import ConfigError, EngineError, PeltonError, RequestError
 from .detokenizer import Detokenizer
-from .executor import Executor, ExecutorLimits
+from .executor import Executor, ExecutorLimits, StepOutput
 from .inputs import logits_offsets, pack
 from .outputs import Delta, TokenEvent, TokenLogprob
 from .plan import StepPlan
 from .request import Request
-from .sampler import Sampler
 from .scheduler import Scheduler, SchedulerConfig
 from .sequence import Sequence
 from .tokenizer import Tokenizer
@@ -146,7 +143,7 @@ class Engine:
                 max_chunk_tokens=config.max_chunk_tokens,
             )
         )
-        self._sampler = Sampler(limits.vocab_size, tokenizer.eos_token_ids)
+        self._sampler = executor.make_sampler(tokenizer.eos_token_ids)
         self._check_invariants = config.check_invariants
         self._active: dict[str, _Active] = {}
         self._num_deadlines = 0
@@ -208,9 +205,9 @@ class Engine:
         if plan.items:
             self._totals["steps"] += 1
             try:
-                logits = self._executor.execute(pack(plan)).logits
+                output = self._executor.execute(pack(plan))
                 self._scheduler.commit(plan)
-                self._advance(plan, logits)
+                self._advance(plan, output)
             except Exception as error:
                 self._fail(plan, error)
         if self._check_invariants or not self._active:
@@ -255,25 +252,24 @@ class Engine:
     def _choice(self, sequence: Sequence) -> _Choice:
         return _Choice(sequence, Detokenizer(self.tokenizer, sequence.request.params))
 
-    def _advance(self, plan: StepPlan, logits: np.ndarray) -> None:
+    def _advance(self, plan: StepPlan, output: StepOutput) -> None:
         """Sample where the step reached the end of a sequence; score prompts that asked for it."""
         rows: list[int] = []
         sequences: list[Sequence] = []
         first_row = 0
         for item in plan.items:
-            offsets = logits_offsets(item)
-            last_row = first_row + len(offsets) - 1
+            own_rows = range(first_row, first_row + len(logits_offsets(item)))
             sequence = item.sequence
             if not sequence.is_finished:
-                is_scored = self._score_prompt(sequence, item.start, logits[first_row : last_row + 1])
+                is_scored = self._score_prompt(sequence, item.start, output, own_rows)
                 if is_scored and item.is_sampling:
                     for sampled in self._samplers_of(sequence):
-                        rows.append(last_row)
+                        rows.append(own_rows[-1])
                         sequences.append(sampled)
-            first_row = last_row + 1
+            first_row = own_rows.stop
         if not sequences:
             return
-        events = self._sampler.sample(logits if rows == list(range(len(logits))) else logits[rows], sequences)
+        events = self._sampler.sample(output.logits, sequences, rows)
         for sequence, event in zip(sequences, events, strict=True):
             if isinstance(event, PeltonError):
                 self._finish(sequence, "error", error=event)
@@ -296,20 +292,21 @@ class Engine:
                 active.choices[index] = self._choice(child)
                 yield child
 
-    def _score_prompt(self, sequence: Sequence, start: int, logits: np.ndarray) -> bool:
-        """Score the prompt if its request asks for that; row i holds the prediction of position `start + i + 1`.
+    def _score_prompt(self, sequence: Sequence, start: int, output: StepOutput, rows: range) -> bool:
+        """Score the prompt if its request asks for that: `rows[i]` of the logits predicts position `start + i + 1`.
 
         False if a row cannot be scored: that has ended the request, and only that.
         """
         request = sequence.request
         num_top = request.params.prompt_logprobs
         active = self._active[request.request_id]
-        wanted = request.prompt_token_ids[start + 1 : start + 1 + len(logits)]
+        wanted = request.prompt_token_ids[start + 1 : start + 1 + len(rows)]
         # Once sent, the scores are final, though a preempted sequence computes its prompt again.
         if num_top is None or active.has_sent_prompt_logprobs or not wanted:
             return True
         try:
-            scores = self._sampler.prompt_logprobs(logits[: len(wanted)], list(wanted), num_top)
+            logits = output.logits[rows.start : rows.start + len(wanted)]
+            scores = self._sampler.prompt_logprobs(logits, wanted, num_top)
         except EngineError as error:
             cause = EngineError(f"request {request.request_id}, prompt_logprobs: {error}")
             self._end(request.request_id, "error", cause)

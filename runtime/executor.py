@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
 from .inputs import StepInputs
+from .sampler import Sampler
+
+if TYPE_CHECKING:  # torch is loaded by the executors that need it
+    import torch
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,9 +33,12 @@ class ExecutorLimits:
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """`logits` `[N, vocab_size]` float32, row i belongs to `StepInputs.logits_rows[i]`. Valid until the next step."""
+    """`logits` `[N, vocab_size]` float32, row i belongs to `StepInputs.logits_rows[i]`. Valid until the next step.
 
-    logits: np.ndarray
+    A tensor stays on its device, where work on it may still be under way: the executor's own sampler reads it.
+    """
+
+    logits: np.ndarray | torch.Tensor
 
 
 class Executor(Protocol):
@@ -41,6 +49,10 @@ class Executor(Protocol):
 
     def execute(self, inputs: StepInputs) -> StepOutput:
         """Write the step's K/V into its pages and return the logits of `logits_rows`."""
+        ...
+
+    def make_sampler(self, eos_token_ids: Iterable[int]) -> Sampler:
+        """Samples this executor's logits where they are, for a model whose turns end with `eos_token_ids`."""
         ...
 
     def close(self) -> None: ...

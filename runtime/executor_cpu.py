@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,7 @@ from ..errors import ConfigError
 from ..plugins_trt.cpu_engine import CpuEngine, EngineProgram
 from .executor import ExecutorLimits, StepOutput
 from .inputs import StepInputs
+from .sampler import HostSampler
 
 
 class CpuExecutor:
@@ -79,6 +81,9 @@ class CpuExecutor:
             self._run(inputs, np.zeros(1, np.int64))
             return StepOutput(np.empty((0, self._limits.vocab_size), np.float32))
         return StepOutput(self._run(inputs, inputs.logits_rows))
+
+    def make_sampler(self, eos_token_ids: Iterable[int]) -> HostSampler:
+        return HostSampler(self._limits.vocab_size, eos_token_ids)
 
     def close(self) -> None:
         """Give back the memory; a later `execute` raises `EngineError`."""

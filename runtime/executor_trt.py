@@ -13,7 +13,7 @@ They can all share one block for activations because no two of them run at a tim
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from ..plugins_trt.tensorrt import find_version
 from .device import Device, DeviceBuffer, Graph, PinnedBuffer
 from .executor import ExecutorLimits, StepOutput
 from .inputs import StepInputs
+from .sampler import HostSampler, Sampler
 from .trt_facts import LOGITS, STEP_INPUTS, EngineFacts, Shape
 from .trt_loading import (
     check_engine,
@@ -162,6 +163,9 @@ class TensorRTExecutor:
         return StepOutput(
             np.concatenate([self._run(inputs, rows, placement).copy() for rows, placement in runs])
         )
+
+    def make_sampler(self, eos_token_ids: Iterable[int]) -> Sampler:
+        return HostSampler(self._limits.vocab_size, eos_token_ids)
 
     def close(self) -> None:
         """Give back the memory; a later `execute` raises `EngineError`."""

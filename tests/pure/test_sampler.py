@@ -15,7 +15,7 @@ from pelton.errors import EngineError, RequestError
 from pelton.runtime.outputs import TokenEvent, TokenLogprob
 from pelton.runtime.penalties import TokenCounts
 from pelton.runtime.request import Request, SamplingParams
-from pelton.runtime.sampler import LOGPROB_FLOOR, Sampler, uniform_at
+from pelton.runtime.sampler import LOGPROB_FLOOR, HostSampler, uniform_at
 from pelton.runtime.sequence import Sequence
 
 VOCAB = 300
@@ -42,8 +42,8 @@ def noise(rows: int, seed: int = 0, scale: float = 2.0) -> np.ndarray:
     return (np.random.default_rng(seed).standard_normal((rows, VOCAB)) * scale).astype(np.float32)
 
 
-def sample(logits: np.ndarray, *sequences: Sequence, sampler: Sampler | None = None) -> list[TokenEvent]:
-    events = (sampler or Sampler(VOCAB, [EOS])).sample(logits, list(sequences))
+def sample(logits: np.ndarray, *sequences: Sequence, sampler: HostSampler | None = None) -> list[TokenEvent]:
+    events = (sampler or HostSampler(VOCAB, [EOS])).sample(logits, list(sequences))
     assert all(isinstance(event, TokenEvent) for event in events)
     return events  # type: ignore[return-value]
 
@@ -56,7 +56,7 @@ def test_greedy_takes_the_largest_and_of_equal_ones_the_lowest_id() -> None:
     logits = logits_of({5: 3.0, 200: 3.0}, {9: 1.0}, {})
     greedy = [sequence(temperature=temperature) for temperature in (0.0, 1e-6, 0.0)]
     assert chosen(logits, *greedy) == [5, 9, 0]
-    assert Sampler(VOCAB, []).sample(logits[:0], []) == []
+    assert HostSampler(VOCAB, []).sample(logits[:0], []) == []
 
 
 def test_the_models_logits_stay_unchanged() -> None:
@@ -85,7 +85,7 @@ def test_min_tokens_masks_eos_and_stop_ids_until_it_is_reached() -> None:
 
 
 def test_eos_ids_outside_the_models_vocabulary_are_harmless() -> None:
-    sampler = Sampler(VOCAB, [EOS, VOCAB, -1])
+    sampler = HostSampler(VOCAB, [EOS, VOCAB, -1])
     assert sampler.sample(logits_of({EOS: 1.0, 4: 0.5}), [sequence(min_tokens=1)]) == [TokenEvent(4)]
 
 
@@ -147,7 +147,7 @@ def test_penalties_counted_step_by_step_equal_those_of_a_fresh_start(
 def test_a_sampler_keeps_counts_from_step_to_step(forgets: bool) -> None:
     """Also a sequence that was preempted, or restarted elsewhere, is penalised for all of its output."""
     logits = logits_of({50: 3.0, 60: 2.5, 70: 2.0})
-    sampler, row = Sampler(VOCAB, []), sequence(frequency_penalty=0.3)
+    sampler, row = HostSampler(VOCAB, []), sequence(frequency_penalty=0.3)
     for _ in range(9):
         if forgets:
             sampler.forget(row)
@@ -156,7 +156,7 @@ def test_a_sampler_keeps_counts_from_step_to_step(forgets: bool) -> None:
 
 
 def test_forget_twice_and_before_use() -> None:
-    sampler, one = Sampler(VOCAB, []), sequence((1,), presence_penalty=1.0)
+    sampler, one = HostSampler(VOCAB, []), sequence((1,), presence_penalty=1.0)
     sampler.forget(one)
     sample(noise(1), one, sampler=sampler)
     sampler.forget(one)
@@ -167,7 +167,7 @@ def test_forget_twice_and_before_use() -> None:
 def test_sa_01_top_k_of_the_vocabulary_and_beyond(top_k: int) -> None:
     logits = noise(40)
     rows = [sequence(temperature=0.9, seed=i, top_k=top_k) for i in range(40)]
-    Sampler(VOCAB, [EOS]).validate(rows[0].request.params)
+    HostSampler(VOCAB, [EOS]).validate(rows[0].request.params)
     assert chosen(logits, *rows) == chosen(logits, *[sequence(temperature=0.9, seed=i) for i in range(40)])
 
 
@@ -193,31 +193,31 @@ def test_sa_02_token_ids_outside_the_models_vocabulary_name_the_field(
     params: dict[str, Any], field: str
 ) -> None:
     with pytest.raises(RequestError) as caught:
-        Sampler(VOCAB, [EOS]).validate(sequence(**params).request.params)
+        HostSampler(VOCAB, [EOS]).validate(sequence(**params).request.params)
     assert caught.value.field == field
     # A model padded to more rows than the tokenizer has tokens knows the id.
-    Sampler(10**12 + 1, [EOS]).validate(sequence(**params).request.params)
+    HostSampler(10**12 + 1, [EOS]).validate(sequence(**params).request.params)
 
 
 @pytest.mark.parametrize("field", ["logprobs", "prompt_logprobs"])
 def test_sa_02_more_logprobs_than_tokens(field: str) -> None:
     params = sequence(**{field: 12}).request.params
-    Sampler(12, []).validate(params)
+    HostSampler(12, []).validate(params)
     with pytest.raises(RequestError) as caught:
-        Sampler(11, []).validate(params)
+        HostSampler(11, []).validate(params)
     assert caught.value.field == field
 
 
 def test_sa_02_the_last_id_of_the_vocabulary_is_valid() -> None:
     last = VOCAB - 1
     row = sequence(logit_bias={last: 100.0}, stop_token_ids=(last,))
-    Sampler(VOCAB, [EOS]).validate(row.request.params)
+    HostSampler(VOCAB, [EOS]).validate(row.request.params)
     assert chosen(logits_of({}), row) == [last]
 
 
 def run_alone(logits: np.ndarray, num_steps: int = 12, **params: Any) -> list[int]:
     """Output of one sequence whose step s sees row s."""
-    sampler, row = Sampler(VOCAB, [EOS]), sequence(**params)
+    sampler, row = HostSampler(VOCAB, [EOS]), sequence(**params)
     for step in range(num_steps):
         row.token_ids.append(sample(logits[step : step + 1], row, sampler=sampler)[0].token_id)
     return row.output_token_ids
@@ -233,7 +233,7 @@ def test_sa_04_a_seeded_request_does_not_depend_on_its_mates(
     params = {"temperature": 0.8, "seed": 1234, **extra}
     alone = run_alone(logits, **params)
     assert len(set(alone)) > 3
-    sampler, row = Sampler(VOCAB, [EOS]), sequence(**params)
+    sampler, row = HostSampler(VOCAB, [EOS]), sequence(**params)
     others = [sequence(temperature=1.0, seed=i * 31 + 5) for i in range(mates)]
     for step in range(12):
         if step in (5, 9):
@@ -276,7 +276,7 @@ def test_a_sampling_request_without_a_seed_is_a_bug_of_the_caller() -> None:
         sample(noise(1), sequence(temperature=1.0, seed=None))
     assert sample(noise(1), sequence(temperature=0.0, seed=None))
     with pytest.raises(ValueError, match="shape"):
-        Sampler(VOCAB + 1, []).sample(noise(1), [sequence()])
+        HostSampler(VOCAB + 1, []).sample(noise(1), [sequence()])
 
 
 @pytest.mark.parametrize(
@@ -289,7 +289,7 @@ def test_sa_06_a_poisoned_row_fails_alone(poison: dict[int, float], temperature:
     expected = sample(logits, *rows)
     for token_id, value in poison.items():
         logits[2, token_id] = value
-    events = Sampler(VOCAB, [EOS]).sample(logits, rows)
+    events = HostSampler(VOCAB, [EOS]).sample(logits, rows)
     assert isinstance(events[2], EngineError)
     assert "request r" in str(events[2])
     assert [events[i] for i in (0, 1, 3)] == [expected[i] for i in (0, 1, 3)]
@@ -298,10 +298,10 @@ def test_sa_06_a_poisoned_row_fails_alone(poison: dict[int, float], temperature:
 def test_sa_06_rows_with_nothing_left_fail_alone() -> None:
     logits = logits_of({EOS: 1.0}, {}, base=-math.inf)
     logits[1] = -math.inf
-    events = Sampler(VOCAB, [EOS]).sample(logits, [sequence(min_tokens=1), sequence(temperature=1.0)])
+    events = HostSampler(VOCAB, [EOS]).sample(logits, [sequence(min_tokens=1), sequence(temperature=1.0)])
     assert [type(event) for event in events] == [EngineError, EngineError]
     assert "min_tokens" in str(events[0])
-    assert Sampler(VOCAB, [EOS]).sample(logits[:1], [sequence(temperature=1.0)]) == [TokenEvent(EOS)]
+    assert HostSampler(VOCAB, [EOS]).sample(logits[:1], [sequence(temperature=1.0)]) == [TokenEvent(EOS)]
 
 
 def strict(logprob: TokenLogprob) -> str:
@@ -331,7 +331,7 @@ def test_sa_06_masked_entries_are_left_out_and_low_ones_clamped() -> None:
     logits = logits_of({3: 0.0, 4: -20000.0}, base=-math.inf)
     event = sample(logits, sequence(logprobs=5))[0]
     assert event.logprob == TokenLogprob(3, 0.0, ((3, 0.0), (4, LOGPROB_FLOOR)), 1)
-    forced = Sampler(VOCAB, []).prompt_logprobs(logits, [9], 1)[0]
+    forced = HostSampler(VOCAB, []).prompt_logprobs(logits, [9], 1)[0]
     assert forced == TokenLogprob(9, LOGPROB_FLOOR, ((3, 0.0),), 10)
     assert strict(forced)
 
@@ -339,7 +339,7 @@ def test_sa_06_masked_entries_are_left_out_and_low_ones_clamped() -> None:
 def test_equal_logits_are_ranked_by_id() -> None:
     logits = logits_of({5: 1.0, 8: 1.0, 2: 0.5})
     for token_id, rank in ((5, 1), (8, 2), (2, 3), (0, 4), (1, 5), (3, 6)):
-        logprob = Sampler(VOCAB, []).prompt_logprobs(logits, [token_id], 4)[0]
+        logprob = HostSampler(VOCAB, []).prompt_logprobs(logits, [token_id], 4)[0]
         assert logprob.rank == rank
         assert [top for top, _ in logprob.top] == [5, 8, 2, 0]
 
@@ -347,15 +347,15 @@ def test_equal_logits_are_ranked_by_id() -> None:
 def test_prompt_logprobs_score_row_by_row() -> None:
     logits = noise(6)
     ids = [3, 299, 0, 7, 7, 100]
-    scores = Sampler(VOCAB, []).prompt_logprobs(logits, ids, 0)
+    scores = HostSampler(VOCAB, []).prompt_logprobs(logits, ids, 0)
     exact = logits.astype(np.float64)
     exact -= np.logaddexp.reduce(exact, axis=1)[:, None]
     assert [score.logprob for score in scores] == pytest.approx(exact[range(6), ids].tolist(), abs=1e-5)
     assert all(score.top == () for score in scores)
-    assert Sampler(VOCAB, []).prompt_logprobs(logits[:0], [], 3) == []
+    assert HostSampler(VOCAB, []).prompt_logprobs(logits[:0], [], 3) == []
     logits[4, 9] = np.nan
     with pytest.raises(EngineError):
-        Sampler(VOCAB, []).prompt_logprobs(logits, ids, 2)
+        HostSampler(VOCAB, []).prompt_logprobs(logits, ids, 2)
 
 
 def test_logprobs_zero_gives_the_chosen_token_alone() -> None:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pelton.runtime.request import Request, SamplingParams
-from pelton.runtime.sampler import Sampler
+from pelton.runtime.sampler import HostSampler
 from pelton.runtime.sequence import Sequence
 from pelton.runtime.truncation import draw, processed_weights
 
@@ -190,7 +190,7 @@ def test_samples_follow_the_processed_distribution(params: dict[str, Any]) -> No
         row[token_id] -= params.get("frequency_penalty", 0.0) * output.count(token_id)
         row[token_id] -= params.get("presence_penalty", 0.0)
     expected = reference(row, SamplingParams(max_tokens=None, **params)) * num_draws
-    sampler = Sampler(size, [eos])
+    sampler = HostSampler(size, [eos])
     sequences = [
         Sequence(
             Request("r", prompt, SamplingParams(seed=seed, max_tokens=None, **params)), 0, [*prompt, *output]

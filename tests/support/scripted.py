@@ -6,12 +6,13 @@ table, a page freed too early or a stale prefix hit shows up as wrong tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
 from pelton.runtime.executor import ExecutorLimits, StepOutput
 from pelton.runtime.inputs import StepInputs
+from pelton.runtime.sampler import HostSampler
 
 NextToken = Callable[[Sequence[int]], int]
 
@@ -88,6 +89,9 @@ class ScriptedExecutor:
         if self._after_step is not None:
             self._after_step(self.num_steps, logits)
         return StepOutput(logits)
+
+    def make_sampler(self, eos_token_ids: Iterable[int]) -> HostSampler:
+        return HostSampler(self._limits.vocab_size, eos_token_ids)
 
     def close(self) -> None:
         pass

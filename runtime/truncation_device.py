@@ -3,7 +3,7 @@
 A device may add up a row's numbers in another order when there are other rows beside it, and floating-point sums
 depend on the order. So weights are integers here: multiples of 2^-bits of the likeliest token's, which is 1. Their sums
 are exact in any order, and so a row's token is the same, to the bit, in every batch. What is lost are tokens less
-likely than one in 2^45 (a vocabulary of 2^17), which have weight 0.
+likely than the likeliest by a factor of some 2^45 (a vocabulary of 2^17), which have weight 0.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ _BLOCK = 256
 
 
 def weight_bits(vocab_size: int) -> int:
-    """The likeliest token weighs 2^bits: as much as lets a whole vocabulary of such weights fit into int64."""
-    return 62 - (vocab_size - 1).bit_length()
+    """The likeliest token weighs 2^bits: as much as lets a vocabulary and a block of such weights fit into int64."""
+    return 62 - (vocab_size + _BLOCK).bit_length()
 
 
 def costs(logits: Tensor, largest: Tensor, temperature: Tensor) -> Tensor:
@@ -85,7 +85,7 @@ def _first_above(weights: Tensor, sums: Tensor, target: Tensor) -> Tensor:
     block = (cumulative <= target[:, None]).sum(1, keepdim=True).clamp_(max=sums.shape[1] - 1)  # [C, 1]
     before = cumulative.gather(1, block) - sums.gather(1, block)
     places = block * _BLOCK + torch.arange(_BLOCK, device=weights.device)  # [C, _BLOCK]
-    # Places past the end repeat the last one: they are behind it, so they are never the first above.
+    # Places past the end repeat the last one: they are behind it, so never the first above.
     within = weights.gather(1, places.clamp_(max=last)).cumsum(1) + before
     offset = (within <= target[:, None]).sum(1, keepdim=True)
     return (block * _BLOCK + offset).clamp_(max=last).squeeze(1)

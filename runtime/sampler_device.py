@@ -167,9 +167,8 @@ class DeviceSampler:
 
         @torch.inference_mode()
         def work(_: Tensor, results: Tensor) -> None:
-            largest, chosen = bring(logits, results.device).max(
-                1
-            )  # of equal ones the first; NaN above all else
+            # Of equal ones the first; NaN is above all else.
+            largest, chosen = bring(logits, results.device).max(1)
             results.copy_(torch.where(torch.isfinite(largest), chosen, IS_POISONED))
 
         tokens = transfer.run(np.zeros(0, np.uint8), len(logits), work).tolist()

@@ -120,7 +120,7 @@ class SamplingPass:
     """Chooses a token for each of `members`, (place in the batch, row of the logits, sequence).
 
     `counts` is brought up to date on the way. Results `[num_results]` int64: a token, or what is in its place, for each
-    of `order`, then the scores of those of `scored`, `score_width(num_top)` each.
+    of `order`, then the scores of those of `scored`, `score_width(num_top)` each. `is_counting`: there are penalties.
     """
 
     def __init__(
@@ -147,7 +147,7 @@ class SamplingPass:
         self._counts = [
             parameters.add(values, "int32") for values in (update.fresh, update.places, update.increments)
         ]
-        self._is_counting = bool(penalised)
+        self.is_counting = bool(penalised)
         slots = dict(zip(penalised, update.slots.tolist(), strict=True))
         self._chunks = [
             _chunk(parameters, rows[start:stop], start, eos_token_ids, vocab_size, slots)
@@ -157,11 +157,6 @@ class SamplingPass:
         self.num_top = max((rows[i].sequence.request.params.logprobs or 0 for i in self.scored), default=0)
         self._scored_ids = parameters.add(self.scored, "int32")
         self.parameters = parameters.pack()
-
-    @property
-    def is_counting(self) -> bool:
-        """Whether there are penalties, which need the table of counts."""
-        return self._is_counting
 
     @property
     def num_results(self) -> int:
@@ -180,11 +175,11 @@ class SamplingPass:
     def run(
         self, logits: np.ndarray | Tensor, table: Tensor | None, parameters: Tensor, results: Tensor
     ) -> None:
-        """Fill `results` on the device of `parameters`, uint8. `table` holds the counts, where there are penalties."""
+        """Fill `results` on the device of `parameters`, uint8. `table` holds the counts, if `is_counting`."""
         num_rows = len(self.order)
         numbers = self._numbers.of(parameters).view(-1, num_rows)
         row_ids, top_k = self._row_ids.of(parameters), self._top_k.of(parameters)
-        if table is not None and self._is_counting:
+        if table is not None and self.is_counting:
             fresh, places, increments = (section.of(parameters) for section in self._counts)
             add_counts(table, fresh, places, increments)
         for chunk in self._chunks:

@@ -9,9 +9,9 @@ from .request import MAX_NUM_LOGPROBS
 # Bytes that each logit of a row takes while torch works on it, by what is done with the row. Sorting counts torch's
 # own buffers in: keys and indices once more.
 GREEDY_LOGIT = 32
-DRAWN_LOGIT = 40
+DRAWN_LOGIT = 32
 SORTED_LOGIT = 80
-SCORED_LOGIT = 56
+SCORED_LOGIT = 40
 
 # Rows are worked on so many at a time that they stay within this.
 SCRATCH_BYTES = 256 << 20

@@ -174,6 +174,30 @@ def fail() -> None:
     raise EngineError("planted")
 
 
+def test_an_upload_that_nobody_waited_for_is_done_before_the_next_one(
+    fakes: Fakes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sampler = fakes.executor.make_sampler([EOS])
+    logits = fakes.executor.execute(step(prompt(3))).logits
+    sampler.sample(logits, [sequence()])
+    with monkeypatch.context() as patch:
+        patch.setattr(fakes.device, "run", lambda *_: fail())
+        with pytest.raises(EngineError, match="planted"):
+            sampler.sample(logits, [sequence(logprobs=1)])
+    logits = fakes.executor.execute(step(prompt(3))).logits
+    event = sampler.sample(logits, [sequence(logprobs=1)])[0]
+    assert isinstance(event, TokenEvent)
+    assert event.token_id == wanted([1, 2, 3])
+
+
+def test_what_the_buffers_do_not_hold_is_not_copied(fakes: Fakes) -> None:
+    transfer, sizes = fakes.executor.make_sampler([EOS])._transfer, fakes.executor.memory.sampling  # type: ignore[attr-defined]
+    for num_bytes, num_results in ((sizes.parameter_bytes + 1, 1), (0, sizes.result_bytes // 8 + 1)):
+        with pytest.raises(ValueError, match="do not fit"):
+            transfer.run(np.zeros(num_bytes, np.uint8), num_results, lambda *_: None)
+    assert not fakes.device.log
+
+
 # --- mistakes: each must be noticed
 
 

@@ -205,3 +205,5 @@ def test_rows_beyond_the_logits_buffer_take_another_run(
     logits = fakes.logits(step(prompt(10), rows=list(range(10))))
     np.testing.assert_array_equal(logits, [expected(list(range(1, n + 2))) for n in range(10)])
     assert fakes.device.log == 3 * ["copy_to_device", "engine", "read"]
+    fakes.executor.execute(step(prompt(3)))
+    assert fakes.device.num_waits == 0, "reading has waited"

@@ -5,7 +5,9 @@ Nothing here runs in the tests, which have no GPU: `tests/support/fake_cuda.py` 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Seq
 from contextlib import contextmanager
 
 import numpy as np
@@ -58,6 +60,29 @@ class CudaDevice:
         stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         self._streams[stream.cuda_stream] = stream
         return Stream(stream.cuda_stream)
+
+    def tensor(self, buffer: DeviceBuffer, dtype: str, shape: tuple[int, ...]) -> Tensor:
+        kind: torch.dtype = getattr(torch, dtype)
+        num_bytes = kind.itemsize * math.prod(shape)
+        return self._tensors[buffer.address][:num_bytes].view(kind).view(shape)
+
+    def reserve(self, num_bytes: int, stream: Stream) -> None:
+        # What is given back here torch keeps for this stream, and splits when it allocates there again.
+        with torch.cuda.stream(self._streams[stream.handle]):
+            address = self.allocate(num_bytes).address
+            del self._tensors[address]
+
+    def run(self, work: Callable[..., None], buffers: Seq[DeviceBuffer], stream: Stream) -> None:
+        try:
+            with _faults(), torch.cuda.stream(self._streams[stream.handle]):
+                work(*(self._tensors[buffer.address] for buffer in buffers))
+        except torch.cuda.OutOfMemoryError as error:
+            raise EngineError(f"the GPU has no memory left for sampling: {_first_line(error)}") from error
+
+    def read(self, source: DeviceBuffer, num_bytes: int, stream: Stream) -> np.ndarray:
+        with _faults(), torch.cuda.stream(self._streams[stream.handle]):
+            content: np.ndarray = self._tensors[source.address][:num_bytes].cpu().numpy()
+        return content
 
     def copy_to_device(
         self, source: PinnedBuffer, destination: DeviceBuffer, num_bytes: int, stream: Stream
@@ -124,7 +149,7 @@ class CudaDevice:
             with _faults():
                 tensor = make()
         except torch.cuda.OutOfMemoryError as error:
-            raise MemoryError(str(error).partition("\n")[0]) from error
+            raise MemoryError(_first_line(error)) from error
         self._tensors[tensor.data_ptr()] = tensor
         return tensor
 
@@ -144,4 +169,8 @@ def _faults() -> Iterator[None]:
     except torch.cuda.OutOfMemoryError:
         raise
     except RuntimeError as error:
-        raise EngineError(f"the GPU failed: {str(error).partition(chr(10))[0]}") from error
+        raise EngineError(f"the GPU failed: {_first_line(error)}") from error
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0]

@@ -1,6 +1,6 @@
 """How much GPU memory an executor of the `cuda` target takes, decided before any is allocated.
 
-    total = weights + KV pages + activations + inputs + logits
+    total = weights + KV pages + activations + inputs + logits + sampling
 
 What was counted when the bundle was built (`CudaNeeds`) is taken from its manifest; pages are `kv_cache_memory`.
 """
@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from ..compile.bundle import Limits, Manifest
 from ..errors import BundleError, ConfigError
+from .sampler_sizes import SamplerSizes, sampler_sizes
 from .trt_facts import EngineFacts
 from .trt_shapes import StepSize
 
@@ -42,7 +43,7 @@ class CudaNeeds:
 
 @dataclass(frozen=True, slots=True)
 class CudaMemoryPlan:
-    """Bytes on the device. `input_bytes` are needed once more in pinned host memory."""
+    """Bytes on the device. `input_bytes` and `sampling.pinned_bytes` are needed once more in pinned host memory."""
 
     num_blocks: int
     num_logits_rows: int
@@ -51,11 +52,13 @@ class CudaMemoryPlan:
     activation_bytes: int
     input_bytes: int
     logits_bytes: int
+    sampling: SamplerSizes
 
     @property
     def other_bytes(self) -> int:
         """All but the pages."""
-        return self.weight_bytes + self.activation_bytes + self.input_bytes + self.logits_bytes
+        step = self.activation_bytes + self.input_bytes + self.logits_bytes + self.sampling.device_bytes
+        return self.weight_bytes + step
 
     @property
     def device_bytes(self) -> int:
@@ -100,6 +103,7 @@ def plan_memory(
         activation_bytes=needs.activation_bytes,
         input_bytes=largest.num_bytes,
         logits_bytes=rows * facts.vocab_size * _FLOAT32,
+        sampling=sampler_sizes(facts.vocab_size, largest.num_sequences),
     )
     if plan.device_bytes > free_bytes:
         left = free_bytes - plan.other_bytes

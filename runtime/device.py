@@ -1,4 +1,4 @@
-"""What an executor needs of an accelerator: memory, copies in stream order, events and captured graphs.
+"""What an executor needs of an accelerator: memory, copies and work in stream order, events and captured graphs.
 
 Handles are plain values; the device owns what they stand for. Work on a stream runs in the order in which it was
 enqueued and, unless a method says otherwise, after the method has returned.
@@ -7,8 +7,9 @@ enqueued and, unless a method says otherwise, after the method has returned.
 from __future__ import annotations
 
 from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import NewType, Protocol
+from typing import Any, NewType, Protocol
 
 import numpy as np
 
@@ -57,7 +58,26 @@ class Device(Protocol):
         """The bytes as uint8. Take a new view for each use: no copy from or to the buffer may be in flight."""
         ...
 
+    def tensor(self, buffer: DeviceBuffer, dtype: str, shape: tuple[int, ...]) -> Any:
+        """A torch.Tensor on the first bytes of `buffer`. Only `run`'s work may look into it."""
+        ...
+
     def create_stream(self) -> Stream: ...
+
+    def reserve(self, num_bytes: int, stream: Stream) -> None:
+        """Take this much memory for what torch allocates in `run` on `stream`."""
+        ...
+
+    def run(self, work: Callable[..., None], buffers: Seq[DeviceBuffer], stream: Stream) -> None:
+        """Enqueue what torch does in `work`, which is called with all bytes of each of `buffers` as a uint8 tensor.
+
+        `work` must not wait for the device, and use no other buffers.
+        """
+        ...
+
+    def read(self, source: DeviceBuffer, num_bytes: int, stream: Stream) -> np.ndarray:
+        """The first `num_bytes` as uint8 in ordinary memory. Blocks until all that is on `stream` now is done."""
+        ...
 
     def copy_to_device(
         self, source: PinnedBuffer, destination: DeviceBuffer, num_bytes: int, stream: Stream

@@ -1,6 +1,7 @@
 """Runs an engine of the `cuda` target.
 
-    step -> check shapes -> fill pinned staging -> one copy to the device -> engine, or a captured graph of it -> logits
+    step -> check shapes -> fill pinned staging -> one copy to the device -> engine, or a captured graph of it
+         -> logits, which are sampled where they are (`sampler_device.py`)
 
 Nothing is waited for but, before the staging memory is written again, the last copy from it: what reads tokens waits.
 Pages, inputs and logits are allocated once. Decode steps are padded to few sizes (`trt_shapes.py`); the first step of a
@@ -23,7 +24,8 @@ from ..plugins_trt.cuda_engine import WEIGHTS_FILE, Attend, CudaEngine
 from .cuda_memory import CudaMemoryPlan, CudaNeeds, plan_memory
 from .executor import ExecutorLimits, StepOutput
 from .inputs import StepInputs
-from .sampler import HostSampler, Sampler
+from .sampler import Sampler
+from .sampler_device import DeviceSampler, TorchTransfer
 from .torch_device import TorchDevice
 from .trt_facts import STEP_INPUTS, EngineFacts
 from .trt_loading import rebuild
@@ -87,7 +89,9 @@ class CudaExecutor:
         return self._memory
 
     def make_sampler(self, eos_token_ids: Iterable[int]) -> Sampler:
-        return HostSampler(self._limits.vocab_size, eos_token_ids)
+        transfer = TorchTransfer(self._device.device)
+        sizes = self._memory.sampling
+        return DeviceSampler(self._limits.vocab_size, eos_token_ids, transfer=transfer, sizes=sizes)
 
     def execute(self, inputs: StepInputs) -> StepOutput:
         """Raises `EngineError`, with nothing enqueued, when a shape is outside what the engine was built for or a

@@ -1,11 +1,11 @@
 """Runs a TensorRT engine: the only file that touches execution contexts and streams.
 
     step -> check shapes -> fill pinned staging -> one copy to the device -> engine (enqueued, or a captured graph)
-         -> one copy of the logits to pinned memory -> wait for that
+         -> sampling of the logits where they are -> one copy of the tokens to pinned memory -> wait for that
 
-Everything runs on one stream, so nothing else has to be waited for. Pages, inputs, logits and the memory for
-activations are allocated once. Each profile has an execution context, and each captured graph one of its own: a graph
-is bound to the state of the context that it was captured from
+Everything runs on one stream, so nothing else has to be waited for. Pages, inputs, logits, what sampling needs and the
+memory for activations are allocated once. Each profile has an execution context, and each captured graph one of its
+own: a graph is bound to the state of the context that it was captured from
 (https://docs.nvidia.com/deeplearning/tensorrt-rtx/latest/performance/optimization.html, "Limitations of CUDA Graphs").
 They can all share one block for activations because no two of them run at a time.
 """
@@ -27,7 +27,7 @@ from ..plugins_trt.tensorrt import find_version
 from .device import Device, DeviceBuffer, Graph, PinnedBuffer
 from .executor import ExecutorLimits, StepOutput
 from .inputs import StepInputs
-from .sampler import HostSampler, Sampler
+from .sampler import Sampler
 from .trt_facts import LOGITS, STEP_INPUTS, EngineFacts, Shape
 from .trt_loading import (
     check_engine,
@@ -39,6 +39,7 @@ from .trt_loading import (
     register_plugins,
 )
 from .trt_memory import MemoryPlan, engine_limits, plan_memory
+from .trt_sampling import SamplingBuffers, StreamTransfer
 from .trt_shapes import Placement, Placer, StepSize, check_consistent, fill
 
 log = logging.getLogger(__name__)
@@ -85,14 +86,14 @@ class _Lane:
 
 @dataclass(frozen=True, slots=True)
 class _Buffers:
-    """All memory of an executor. `staging` and `inputs` mirror each other, so do `result` and `logits`."""
+    """All memory of an executor. `staging` and `inputs` mirror each other."""
 
     caches: dict[str, DeviceBuffer]
     activations: DeviceBuffer
     inputs: DeviceBuffer
     logits: DeviceBuffer
     staging: PinnedBuffer
-    result: PinnedBuffer
+    sampling: SamplingBuffers
 
 
 class TensorRTExecutor:
@@ -119,6 +120,7 @@ class TensorRTExecutor:
         self._log = make_log(trt)
         self._engine: Any = None
         self._runtime: Any = None
+        self._logits: Any = None  # tensor [num_logits_rows, vocab_size] on the buffer
         self._creators: list[Any] = []
         self._is_closed = self._is_in_flight = False
         try:
@@ -135,6 +137,8 @@ class TensorRTExecutor:
             self._stream = device.create_stream()
             self._done = device.create_event()
             self._buffers = self._allocate(self._memory)
+            rows = (self._memory.num_logits_rows, self._limits.vocab_size)
+            self._logits = device.tensor(self._buffers.logits, "float32", rows)
         except BaseException:
             self.close()
             raise
@@ -148,9 +152,12 @@ class TensorRTExecutor:
         return self._memory
 
     def execute(self, inputs: StepInputs) -> StepOutput:
-        """Raises `EngineError`, with nothing enqueued, when a shape is outside what the engine was built for."""
-        if self._is_closed:
-            raise EngineError("the executor is closed")
+        """Waits for nothing but an earlier step that nobody has sampled from. Logits of more rows than the device has
+        room for are an array on the host.
+
+        Raises `EngineError`, with nothing enqueued, when a shape is outside what the engine was built for.
+        """
+        self._must_be_open()
         check_consistent(inputs, self._limits.block_size)
         passes = self._split(inputs.logits_rows)
         placements = [self._placer.place(inputs, len(rows)) for rows in passes]
@@ -158,15 +165,30 @@ class TensorRTExecutor:
         self._is_in_flight = True
         self._copy_blocks(inputs.block_copies)
         if len(passes) == 1:
-            return StepOutput(self._run(inputs, passes[0], placements[0]))
-        # Each run overwrites the logits of the last one.
-        runs = zip(passes, placements, strict=True)
-        return StepOutput(
-            np.concatenate([self._run(inputs, rows, placement).copy() for rows, placement in runs])
-        )
+            self._run(inputs, passes[0], placements[0])
+            return StepOutput(self._logits[: len(passes[0])])
+        logits = np.empty((len(inputs.logits_rows), self._limits.vocab_size), np.float32)
+        start = 0
+        for rows, placement in zip(passes, placements, strict=True):
+            self._run(inputs, rows, placement)
+            # Before the next run overwrites them.
+            logits[start : start + len(rows)] = self._read_logits(len(rows))
+            start += len(rows)
+        return StepOutput(logits)
 
     def make_sampler(self, eos_token_ids: Iterable[int]) -> Sampler:
-        return HostSampler(self._limits.vocab_size, eos_token_ids)
+        from .sampler_device import DeviceSampler
+
+        transfer = StreamTransfer(
+            self._device,
+            self._stream,
+            self._buffers.sampling,
+            self._buffers.logits,
+            enter=self._begin_sampling,
+            wait=self._wait,
+        )
+        sizes = self._memory.sampling
+        return DeviceSampler(self._limits.vocab_size, eos_token_ids, transfer=transfer, sizes=sizes)
 
     def close(self) -> None:
         """Give back the memory; a later `execute` raises `EngineError`."""
@@ -178,7 +200,7 @@ class TensorRTExecutor:
         finally:
             # Graphs before the contexts that they came from, contexts before their engine, memory when nothing uses it.
             self._drop_lanes()
-            self._engine = self._runtime = None
+            self._engine = self._runtime = self._logits = None
             self._creators = []
             self._device.close()
 
@@ -199,6 +221,7 @@ class TensorRTExecutor:
     def _allocate(self, plan: MemoryPlan) -> _Buffers:
         device = self._device
         try:
+            device.reserve(plan.sampling.torch_bytes, self._stream)
             return _Buffers(
                 caches={
                     name: device.allocate(plan.num_blocks * self._facts.page_bytes(name))
@@ -208,7 +231,7 @@ class TensorRTExecutor:
                 inputs=device.allocate(plan.input_bytes),
                 logits=device.allocate(plan.logits_bytes),
                 staging=device.allocate_pinned(plan.input_bytes),
-                result=device.allocate_pinned(plan.logits_bytes),
+                sampling=SamplingBuffers.allocate(device, plan.sampling),
             )
         except MemoryError as error:
             raise ConfigError(
@@ -223,8 +246,8 @@ class TensorRTExecutor:
         most = self._memory.num_logits_rows
         return [rows[i : i + most] for i in range(0, max(len(rows), 1), most)]
 
-    def _run(self, inputs: StepInputs, rows: np.ndarray, placement: Placement) -> np.ndarray:
-        """Logits of `rows` [len(rows), vocab_size] in pinned memory, valid until the next run."""
+    def _run(self, inputs: StepInputs, rows: np.ndarray, placement: Placement) -> None:
+        """Enqueue the step; the logits of `rows` become the first ones of the buffer."""
         self._is_in_flight = True
         size = placement.size
         lane = self._lane(placement)
@@ -235,13 +258,12 @@ class TensorRTExecutor:
             self._enqueue(lane)
         else:
             self._device.launch(lane.graph, self._stream)
-        logits = self._read_logits(size.num_rows)
         if placement.is_captured and lane.graph is None:
+            self._wait()
             self._capture(lane)
-        return logits[: len(rows)]
 
     def _settle(self) -> None:
-        """Wait for what a failed step left behind, which may still read the staging buffer."""
+        """Wait for a step that failed, or that nobody sampled from: it may still read the staging buffer."""
         if self._is_in_flight:
             self._wait()
 
@@ -250,12 +272,19 @@ class TensorRTExecutor:
         self._device.wait(self._done)
         self._is_in_flight = False
 
+    def _must_be_open(self) -> None:
+        if self._is_closed:
+            raise EngineError("the executor is closed")
+
+    def _begin_sampling(self) -> None:
+        self._must_be_open()
+        self._is_in_flight = True
+
     def _read_logits(self, num_rows: int) -> np.ndarray:
         vocab_size = self._limits.vocab_size
         num_bytes = num_rows * vocab_size * _FLOAT32
-        self._device.copy_to_host(self._buffers.logits, self._buffers.result, num_bytes, self._stream)
-        self._wait()
-        content = self._device.view(self._buffers.result)[:num_bytes]
+        content = self._device.read(self._buffers.logits, num_bytes, self._stream)
+        self._is_in_flight = False
         return content.view(np.float32).reshape(num_rows, vocab_size)
 
     def _copy_blocks(self, block_copies: np.ndarray) -> None:

@@ -192,8 +192,8 @@ def _logprob(row: np.ndarray, token_id: int, num_top: int) -> TokenLogprob:
     rank = 1 + int(np.count_nonzero(row > value)) + int(np.count_nonzero(row[:token_id] == value))
     return TokenLogprob(
         token_id,
-        _floored(float(value) - log_total),
-        tuple((i, _floored(float(row[i]) - log_total)) for i in _top(row, num_top)),
+        floored(float(value) - log_total),
+        tuple((i, floored(float(row[i]) - log_total)) for i in _top(row, num_top)),
         rank,
     )
 
@@ -210,7 +210,8 @@ def _top(row: np.ndarray, count: int) -> list[int]:
     return ranked
 
 
-def _floored(logprob: float) -> float:
+def floored(logprob: float) -> float:
+    """`logprob` as it is reported."""
     # Rounding can give a certain token a value just above 0.
     return min(max(logprob, LOGPROB_FLOOR), 0.0)
 

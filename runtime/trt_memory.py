@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from ..compile.bundle import Limits
 from ..errors import ConfigError
 from .executor import ExecutorLimits
+from .sampler_sizes import SamplerSizes, sampler_sizes
 from .trt_facts import EngineFacts
 from .trt_shapes import StepSize
 
@@ -17,7 +18,10 @@ LOGITS_BYTES = 64 << 20
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """Bytes on the device; `input_bytes` and `logits_bytes` are needed once more in pinned host memory.
+    """Bytes on the device.
+
+        device = KV pages + activations + inputs + logits + sampling (parameters + results + scratch + counts)
+        pinned = inputs + sampling (parameters + results)
 
     `num_blocks` is the number of pages of each page tensor, `num_logits_rows` how many rows one run can return.
     """
@@ -28,10 +32,17 @@ class MemoryPlan:
     activation_bytes: int
     input_bytes: int
     logits_bytes: int
+    sampling: SamplerSizes
 
     @property
     def device_bytes(self) -> int:
-        return self.kv_bytes + self.activation_bytes + self.input_bytes + self.logits_bytes
+        model_bytes = self.kv_bytes + self.activation_bytes + self.input_bytes + self.logits_bytes
+        return model_bytes + self.sampling.device_bytes
+
+    @property
+    def pinned_bytes(self) -> int:
+        """Of host memory."""
+        return self.input_bytes + self.sampling.pinned_bytes
 
 
 def engine_limits(facts: EngineFacts, built: Limits, num_blocks: int) -> ExecutorLimits:
@@ -89,12 +100,13 @@ def plan_memory(
         activation_bytes=activation_bytes,
         input_bytes=largest.num_bytes,
         logits_bytes=num_rows * row_bytes,
+        sampling=sampler_sizes(facts.vocab_size, limits.max_batch_size),
     )
     if plan.device_bytes > free_bytes:
         others = plan.device_bytes - plan.kv_bytes
         raise ConfigError(
-            f"kv_cache_memory: {plan.kv_bytes >> 20} MiB of KV pages and {others >> 20} MiB for activations, inputs "
-            f"and logits are needed, but only {free_bytes >> 20} MiB of the GPU are free; "
+            f"kv_cache_memory: {plan.kv_bytes >> 20} MiB of KV pages and {others >> 20} MiB for activations, inputs, "
+            f"logits and sampling are needed, but only {free_bytes >> 20} MiB of the GPU are free; "
             + (
                 f"lower it to at most {(free_bytes - others) >> 20} MiB"
                 if free_bytes - others >= max(facts.block_bytes, 1 << 20)

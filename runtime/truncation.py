@@ -24,8 +24,9 @@ def processed_weights(logits: np.ndarray, params: SamplingParams) -> np.ndarray:
     likeliest of those; top_p keeps the smallest set of likeliest ones that has the share p of what then
     remains.
     """
-    # How much less likely than the likeliest token, in nats: never negative, and 0.0 rather than -0.0.
-    cost = (logits.max() - logits) / np.float32(params.temperature)
+    # How much less likely than the likeliest token, in nats: never negative, and 0.0 rather than -0.0, which the
+    # difference would be where the largest logit is -0.0 beside 0.0; adding 0 makes that 0.0.
+    cost = (logits.max() + np.float32(0.0) - logits) / np.float32(params.temperature)
     weights: np.ndarray = np.exp(-cost)
     if params.min_p > 0.0:
         weights *= weights >= np.float32(params.min_p)

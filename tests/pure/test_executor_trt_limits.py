@@ -134,7 +134,16 @@ def test_memory_is_what_the_limits_say(fakes: Fakes) -> None:
     # Six inputs of at most 16 * 8, 4 * 16 * 4, 4 * 4, 5 * 4 and 16 * 8 bytes, each at a multiple of 256.
     assert plan.input_bytes == 5 * 256 + 16 * 8
     assert fakes.device.allocated_bytes == plan.device_bytes
-    assert fakes.device.pinned_bytes == plan.input_bytes + plan.logits_bytes
+    assert fakes.device.pinned_bytes == plan.pinned_bytes
+    parts = (
+        plan.kv_bytes,
+        plan.activation_bytes,
+        plan.input_bytes,
+        plan.logits_bytes,
+        plan.sampling.device_bytes,
+    )
+    assert plan.device_bytes == sum(parts)
+    assert plan.pinned_bytes == plan.input_bytes + plan.sampling.parameter_bytes + plan.sampling.result_bytes
 
 
 def test_no_step_allocates(fakes: Fakes) -> None:
@@ -204,8 +213,8 @@ def test_what_tensorrt_refuses_halfway_is_set_before_the_next_step(tmp_path: Pat
         with pytest.raises(EngineError, match=f"TensorRT refused {method}"):
             fakes.executor.execute(step(prompt(3)))
         fakes.trt.refused.clear()
-        output = fakes.executor.execute(step(prompt(40)))
-        np.testing.assert_array_equal(output.logits[0], expected(list(range(1, 41))))
+        logits = fakes.logits(step(prompt(40)))
+        np.testing.assert_array_equal(logits[0], expected(list(range(1, 41))))
 
 
 @pytest.mark.parametrize(
@@ -223,5 +232,5 @@ def test_what_tensorrt_refuses_fails_the_step_and_not_the_next_one(fakes: Fakes,
     with pytest.raises(EngineError, match=r"TensorRT (refused|makes no)"):
         fakes.executor.execute(step(prompt(3)))
     fakes.trt.refused.clear()
-    output = fakes.executor.execute(step(prompt(3)))
-    np.testing.assert_array_equal(output.logits[0], expected([1, 2, 3]))
+    logits = fakes.logits(step(prompt(3)))
+    np.testing.assert_array_equal(logits[0], expected([1, 2, 3]))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from pelton.errors import EngineError
@@ -14,7 +15,7 @@ from pelton.runtime.trt_facts import EngineProfile
 from pelton.runtime.trt_shapes import Placement
 from support.fake_cuda import Violation
 from support.trt_bundle import Fakes, open_fake
-from support.trt_steps import decodes, prefill, prompt, step
+from support.trt_steps import decodes, expected, prefill, prompt, step
 
 
 def test_a_shape_that_leaves_its_profile_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,10 +72,19 @@ class NeverWaits(TensorRTExecutor):
         self._is_in_flight = False
 
 
-def test_logits_that_are_read_before_they_are_there_are_noticed(tmp_path: Path) -> None:
+def test_a_step_that_begins_before_the_last_one_is_done_is_noticed(tmp_path: Path) -> None:
     fakes = open_fake(tmp_path, executor_class=NeverWaits)
+    fakes.executor.execute(step(prompt(3)))
     with pytest.raises(Violation, match="touched by the host while stream"):
         fakes.executor.execute(step(prompt(3)))
+
+
+def test_logits_that_are_read_before_they_are_there_are_noticed(tmp_path: Path) -> None:
+    fakes = open_fake(tmp_path)
+    output = fakes.executor.execute(step(prompt(3)))
+    assert np.isnan(output.logits).all(), "the fake ran ahead"
+    fakes.device.synchronize()
+    np.testing.assert_array_equal(output.logits[0], expected([1, 2, 3]))
 
 
 class ForgetsAFailedStep(TensorRTExecutor):
@@ -102,5 +112,6 @@ def test_a_graph_whose_context_has_changed_is_noticed(tmp_path: Path) -> None:
     fakes = open_fake(tmp_path, executor_class=SharesTheContextOfAGraph)
     fakes.executor.execute(decodes(1, past=0))
     fakes.executor.execute(decodes(2, past=0))
+    fakes.executor.execute(decodes(1, past=1))
     with pytest.raises(Violation, match="its context was changed after the capture"):
-        fakes.executor.execute(decodes(1, past=1))
+        fakes.device.synchronize()

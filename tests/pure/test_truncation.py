@@ -118,6 +118,14 @@ def test_extreme_temperatures_stay_finite(temperature: float) -> None:
     assert weights[3] == 0.0
 
 
+@pytest.mark.parametrize("params", [{"top_p": 0.5}, {"top_k": 2}, {"min_p": 0.5}])
+def test_zeros_of_both_signs_are_equal_logits(params: dict[str, Any]) -> None:
+    for zeros in ((-0.0, 0.0, -0.0), (0.0, -0.0, 0.0)):
+        logits = np.array([*zeros[:2], -9.0, zeros[2]], np.float32)
+        weights = processed_weights(logits, SamplingParams(**params))
+        assert np.flatnonzero(weights).tolist() == ([0, 1, 3] if "min_p" in params else [0, 1])
+
+
 @settings(max_examples=150, deadline=None)
 @given(st.integers(1, 700), st.floats(0.0, 1.0, exclude_max=True), st.integers(0, 2**32), st.booleans())
 def test_a_draw_inverts_the_cumulative_distribution(

@@ -1,4 +1,6 @@
-"""A `Device` without a GPU that runs everything at once and complains about what a GPU would punish at random.
+"""A `Device` without a GPU that complains about what a GPU would punish at random.
+
+What is enqueued runs when the host waits for it, and not before: who reads earlier finds what memory held.
 
 Who has seen what is tracked with vector clocks (Fidge 1988, Mattern 1989): the host and each stream count what they
 do, a stream knows what the host knew when it enqueued, and the host learns what a stream did by waiting for an event.
@@ -8,9 +10,12 @@ race.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -58,6 +63,8 @@ class FakeDevice:
         self.can_capture = True
         self.on_free: list[Callable[[Memory], None]] = []
         self._memory: list[Memory] = []
+        self._num_reserved = 0
+        self._pending: list[tuple[int, int, Callable[[], None]]] = []  # stream, its count, what it does
         self._known: dict[int, Counter[int]] = {_HOST: Counter()}
         self._events: list[Counter[int] | None] = []
         self._graphs: dict[int, list[_Work]] = {}
@@ -65,7 +72,9 @@ class FakeDevice:
 
     @property
     def allocated_bytes(self) -> int:
-        return sum(len(m.content) for m in self._memory if not (m.is_freed or m.is_pinned))
+        """What stands in buffers, and what is reserved."""
+        held = sum(len(m.content) for m in self._memory if not (m.is_freed or m.is_pinned))
+        return held + self._num_reserved
 
     @property
     def pinned_bytes(self) -> int:
@@ -109,6 +118,36 @@ class FakeDevice:
         self._known[stream.handle] = Counter()
         return stream
 
+    def tensor(self, buffer: DeviceBuffer, dtype: str, shape: tuple[int, ...]) -> Any:
+        """An array: tests that need torch have `fake_torch.py`."""
+        num_bytes = np.dtype(dtype).itemsize * math.prod(shape)
+        memory = self.memory_at(buffer.address, max(num_bytes, 1))
+        return memory.content[:num_bytes].view(dtype).reshape(shape)
+
+    def reserve(self, num_bytes: int, stream: Stream) -> None:
+        self._not_in_capture("reserve")
+        if num_bytes > self.free_bytes():
+            raise MemoryError(f"{num_bytes} bytes")
+        self._num_reserved += num_bytes
+
+    def run(self, work: Callable[..., None], buffers: Seq[DeviceBuffer], stream: Stream) -> None:
+        """Takes each of `buffers` for read and written."""
+        memories = [self.memory_at(buffer.address) for buffer in buffers]
+        tensors = [self.tensor(buffer, "uint8", (buffer.num_bytes,)) for buffer in buffers]
+        self.submit("torch", stream, memories, memories, lambda: work(*tensors))
+
+    def read(self, source: DeviceBuffer, num_bytes: int, stream: Stream) -> np.ndarray:
+        self._not_in_capture("read")
+        memory = self.memory_at(source.address, num_bytes)
+        self.submit("read", stream, [memory], [], lambda: None)
+        self._learn(self._known[stream.handle])
+        return memory.content[:num_bytes].copy()
+
+    def synchronize(self) -> None:
+        """No method of `Device`: lets a test look at memory after all that was enqueued."""
+        for stream in list(self._known):
+            self._learn(self._known[stream])
+
     def copy_to_device(
         self, source: PinnedBuffer, destination: DeviceBuffer, num_bytes: int, stream: Stream
     ) -> None:
@@ -147,7 +186,7 @@ class FakeDevice:
         if seen is None:
             raise Violation("waited for an event that was never recorded")
         self.num_waits += 1
-        self._known[_HOST] |= seen
+        self._learn(seen)
 
     def capture(self, stream: Stream, enqueue: Callable[[], None]) -> Graph:
         self._not_in_capture("capture")
@@ -175,9 +214,8 @@ class FakeDevice:
         del self._graphs[graph]
 
     def close(self) -> None:
-        for stream, known in self._known.items():
-            if stream != _HOST:
-                self._known[_HOST] |= known
+        self.synchronize()
+        self._num_reserved = 0
         for memory in self._memory:
             if not memory.is_freed:
                 self.free(DeviceBuffer(memory.address, len(memory.content)))
@@ -257,7 +295,15 @@ class FakeDevice:
             memory.writer = (stream.handle, known[stream.handle])
         self._known[stream.handle] = known
         self.log.append(work.name)
-        work.run()
+        self._pending.append((stream.handle, known[stream.handle], work.run))
+
+    def _learn(self, seen: Counter[int]) -> None:
+        """The host knows `seen` now, so that has run: what is enqueued on a stream, in order."""
+        self._known[_HOST] |= seen
+        due = [run for stream, count, run in self._pending if count <= self._known[_HOST][stream]]
+        self._pending = [item for item in self._pending if item[1] > self._known[_HOST][item[0]]]
+        for run in due:
+            run()
 
     def _check_idle(self, memory: Memory, what: str) -> None:
         for party, count in memory.uses.items():

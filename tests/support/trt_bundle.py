@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from pelton.compile.bundle import (
     FORMAT_VERSION,
     HostNeeds,
@@ -19,6 +21,7 @@ from pelton.compile.bundle import (
 )
 from pelton.compile.profiles import derive_profiles
 from pelton.runtime.executor_trt import TensorRTExecutor
+from pelton.runtime.inputs import StepInputs
 from pelton.runtime.trt_facts import ENGINE_FILE, PLAN_FILE, EngineFacts
 
 from .fake_cuda import FakeDevice
@@ -109,6 +112,12 @@ class Fakes:
     executor: TensorRTExecutor
     trt: FakeTensorRT
     device: FakeDevice
+
+    def logits(self, inputs: StepInputs) -> np.ndarray:
+        """The logits of a step, once they are there."""
+        output = self.executor.execute(inputs)
+        self.device.synchronize()
+        return np.array(output.logits)
 
 
 def open_fake(

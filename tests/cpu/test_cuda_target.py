@@ -155,7 +155,11 @@ def test_windows_and_soft_caps_reach_the_attention(cuda_bundles: dict[str, Path]
 
 
 def logits(executor: CudaExecutor, *sequences: Any, **options: Any) -> np.ndarray:
-    return np.array(executor.execute(flat_step(*sequences, **options)).logits)
+    output = executor.execute(flat_step(*sequences, **options)).logits
+    assert isinstance(
+        output, torch.Tensor
+    )  # it stays where it was computed, and is overwritten by the next step
+    return output.numpy().copy()
 
 
 def test_copied_blocks_are_read_where_they_were_copied_to(cuda_bundles: dict[str, Path]) -> None:

@@ -93,7 +93,12 @@ def test_memory_is_an_equation(tmp_path: Path) -> None:
     assert plan.num_blocks == 7
     assert plan.num_logits_rows == 16
     assert plan.device_bytes == (
-        5000 + 7 * facts.block_bytes + (1 << 20) + plan.input_bytes + 16 * facts.vocab_size * 4
+        5000
+        + 7 * facts.block_bytes
+        + (1 << 20)
+        + plan.input_bytes
+        + 16 * facts.vocab_size * 4
+        + plan.sampling.device_bytes
     )
     assert plan_memory(facts, wanted, manifest.limits, **options, free_bytes=plan.device_bytes) == plan
     with pytest.raises(

@@ -62,12 +62,16 @@ def plan_memory(
     )
 
 
-def plan_gpu_memory(facts: ModelFacts, limits: Limits, dtype: torch.dtype) -> MemoryPlan:
+def plan_gpu_memory(
+    facts: ModelFacts, limits: Limits, dtype: torch.dtype, cache_dtype: torch.dtype
+) -> MemoryPlan:
     """The GPU memory of one engine, as far as it can be known before the builder chooses kernels: weights once (the
-    head reads the embedding where it is tied), the pages, and of the activations those of one layer.
+    head reads the embedding where it is tied), the pages of `cache_dtype`, and of the activations those of one layer.
     """
     layers = facts.num_layers
-    block = block_bytes([facts.num_kv_heads] * layers, [facts.head_dim] * layers, limits.block_size, dtype)
+    block = block_bytes(
+        [facts.num_kv_heads] * layers, [facts.head_dim] * layers, limits.block_size, cache_dtype
+    )
     num_blocks = limits.kv_cache_bytes // block
     return MemoryPlan(
         weights=facts.num_parameters * dtype.itemsize,

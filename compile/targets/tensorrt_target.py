@@ -36,12 +36,23 @@ _BUILD_OVERHEAD = 1 << 30
 
 
 class TensorRTTarget:
-    """`Target` on TensorRT's ONNX parser and builder. Raises `BuildError` naming the option at fault."""
+    """`Target` on TensorRT's ONNX parser and builder. Raises `BuildError` naming the option at fault.
+
+    `cache_dtype` is that of the KV pages, None: the model's own.
+    """
 
     dtypes: tuple[str, ...] = ("float16", "bfloat16")
 
-    def __init__(self, name: str, *, gpus: Sequence[str], scheme: str | None) -> None:
+    def __init__(
+        self,
+        name: str,
+        *,
+        gpus: Sequence[str],
+        scheme: str | None,
+        cache_dtype: torch.dtype | None = None,
+    ) -> None:
         self.name = name
+        self._cache_dtype = cache_dtype
         self._options = TensorRTOptions(gpus=check_gpus(name, gpus, scheme))
 
     def compiler(self) -> str:
@@ -57,7 +68,7 @@ class TensorRTTarget:
         return {"--gpu": ",".join(self._options.gpus)} if self._options.gpus else {}
 
     def plan_memory(self, config: Any, facts: ModelFacts, limits: Limits, dtype: torch.dtype) -> MemoryPlan:
-        return plan_gpu_memory(facts, limits, dtype)
+        return plan_gpu_memory(facts, limits, dtype, self._cache_dtype or dtype)
 
     def explain(
         self, geometry: tuple[KVGeometry, ...], limits: Limits, num_blocks: int
@@ -77,7 +88,7 @@ class TensorRTTarget:
         facts = {
             "target": self.name,
             "dtype": str(exported.dtype).removeprefix("torch."),
-            "cache_dtype": str(exported.dtype).removeprefix("torch."),
+            "cache_dtype": str(self._cache_dtype or exported.dtype).removeprefix("torch."),
             "block_size": limits.block_size,
             "gpus": list(self._options.gpus),
             "kv_heads": [g.num_heads for g in geometry],

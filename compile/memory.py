@@ -14,10 +14,10 @@
                  most two kinds of windows, and the queries' gathered, attended and joined rows
         logits   max_step_tokens * vocab_size * 4, when a request wants the log-probabilities of its prompt
 
-`pages` is max_model_len / block_size. Without tiles (float32, or a soft cap on attention scores) every token is a row;
-with them rows are those of sequences with at most 8 tokens in the step, and prompts are tiles of 128 tokens. Only one
-layer's rows and tiles exist at a time, but the masks live as long as the step. A step of short contexts needs a small
-part of this.
+`pages` is max_model_len / block_size. Without tiles (float32, a soft cap on attention scores, or sinks) every token is
+a row; with them rows are those of sequences with at most 8 tokens in the step, and prompts are tiles of 128 tokens.
+Only one layer's rows and tiles exist at a time, but the masks live as long as the step. A step of short contexts needs
+a small part of this.
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ from ...plugins_trt.paged_attention_cpu import uses_tiles
 from ..bundle import HostFacts, HostNeeds, Limits, ModelFacts
 from ..export import KVGeometry
 from ..memory import MemoryPlan, plan_memory
+from ..model_loading import empty_model
 from ..passes import optimise
 from ..progress import Progress
 from ..proof import StepFunction, Trace
@@ -65,7 +66,7 @@ class CpuTarget:
 
     def plan_memory(self, config: Any, facts: ModelFacts, limits: Limits, dtype: torch.dtype) -> MemoryPlan:
         soft_cap = getattr(config, "attn_logit_softcapping", None) or 0.0
-        has_tiles = uses_tiles(dtype, [soft_cap])
+        has_tiles = uses_tiles(dtype, [soft_cap], has_sinks=_has_sinks(config))
         return plan_memory(
             facts, limits, dtype, is_tied=bool(config.tie_word_embeddings), has_tiles=has_tiles
         )
@@ -97,3 +98,8 @@ class CpuTarget:
             step.query_start_loc,
             step.logits_rows,
         )
+
+
+def _has_sinks(config: Any) -> bool:
+    """Whether the attention of a model has sinks, by the name that transformers gives these parameters."""
+    return any(name.endswith(".sinks") for name, _ in empty_model(config).named_parameters())

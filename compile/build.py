@@ -102,7 +102,7 @@ class BuildPlan:
 
         It has no output, as in the manifest: see `build_command_into`.
         """
-        limits = self.limits
+        limits, kv_cache_dtype = self.limits, self.request.kv_cache_dtype
         options = {
             "--target": self.request.target,
             "--dtype": self.dtype,
@@ -113,7 +113,7 @@ class BuildPlan:
             "--kv-cache-memory": limits.kv_cache_bytes,
             **self.target.command_options(),
             **({"--quantize": self.quantization.scheme} if self.quantization else {}),
-            **({"--kv-cache-dtype": self.request.kv_cache_dtype} if self.kv_cache_dtype else {}),
+            **({} if kv_cache_dtype == "auto" else {"--kv-cache-dtype": kv_cache_dtype}),
         }
         words = [word for option in options.items() for word in map(str, option)]
         return shlex.join(["pelton", "build", _absolute(self.request.model), *words])

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import transformers
 from torch import nn
+from torch.export import ExportedProgram
 
 from .. import __version__
 from ..errors import BuildError
@@ -29,13 +30,14 @@ from .bundle import (
     staged_bundle,
     write_manifest,
 )
-from .checkpoint import Checkpoint, load_model, open_checkpoint, write_serving_files
-from .export import check_windows, export, kv_geometry
+from .checkpoint import Checkpoint, load_model, load_tokenizer, open_checkpoint, write_serving_files
+from .export import KVGeometry, check_windows, export, kv_geometry
+from .kv_cache import CacheScales, calibrate, evaluation_ids, measure, quantised_dtype
 from .memory import MemoryPlan
 from .merge_quantized import merge_quantized_siblings
 from .model_loading import empty_model
 from .progress import Progress
-from .proof import MAX_PROVED_WINDOW, compare, exported_step, record
+from .proof import MAX_PROVED_WINDOW, ProofResult, Trace, compare, exported_step, record
 from .quantize import Quantization, quantize_linears
 from .quantize_experts import quantize_experts
 from .segments import PAGED_ATTENTION, attention_of, layer_prefix
@@ -70,11 +72,15 @@ class BuildRequest:
     quantize: str | None = None
     gpus: tuple[str, ...] = ()
     frontend: str | None = None
+    kv_cache_dtype: str = "auto"
 
 
 @dataclass(frozen=True, slots=True)
 class BuildPlan:
-    """A build, resolved: everything that decides what the bundle will be."""
+    """A build, resolved: everything that decides what the bundle will be.
+
+    `kv_cache_dtype` is that of pages which are quantised, None: they have the model's own.
+    """
 
     request: BuildRequest
     target: Target
@@ -82,6 +88,7 @@ class BuildPlan:
     checkpoint: Checkpoint
     dtype: str
     quantization: Quantization | None
+    kv_cache_dtype: torch.dtype | None
     limits: Limits
     facts: ModelFacts
     memory: MemoryPlan
@@ -100,12 +107,17 @@ class BuildPlan:
         return WeightPlan(self.quantization, self.checkpoint.packed)
 
     @property
+    def kv_cache_name(self) -> str:
+        """The dtype of the KV pages, as torch calls it."""
+        return str(self.kv_cache_dtype or self.dtype).removeprefix("torch.")
+
+    @property
     def command(self) -> str:
         """The command that builds this bundle again, in any directory and with every choice spelled out.
 
         It has no output, as in the manifest: see `build_command_into`.
         """
-        limits = self.limits
+        limits, kv_cache_dtype = self.limits, self.request.kv_cache_dtype
         options = {
             "--target": self.request.target,
             "--dtype": self.dtype,
@@ -116,6 +128,7 @@ class BuildPlan:
             "--kv-cache-memory": limits.kv_cache_bytes,
             **self.target.command_options(),
             **({"--quantize": self.quantization.scheme} if self.quantization else {}),
+            **({} if kv_cache_dtype == "auto" else {"--kv-cache-dtype": kv_cache_dtype}),
         }
         words = [word for option in options.items() for word in map(str, option)]
         return shlex.join(["pelton", "build", _absolute(self.request.model), *words])
@@ -126,7 +139,8 @@ def resolve(request: BuildRequest) -> BuildPlan:
 
     Raises `BuildError` naming the option at fault, or the output if it must not be replaced.
     """
-    target = _target(request)
+    kv_cache_dtype = quantised_dtype(request.kv_cache_dtype, request.target)
+    target = _target(request, kv_cache_dtype)
     quantization = _quantization(request)
     if request.output is not None:  # before the checkpoint is read, which may take a while
         check_replaceable(request.output)
@@ -138,7 +152,8 @@ def resolve(request: BuildRequest) -> BuildPlan:
     dtype = _dtype(request.dtype, target, checkpoint.dtype_name)
     if request.dtype == "auto" and dtype != checkpoint.dtype_name:
         warnings.append(f"the checkpoint is {checkpoint.dtype_name}; it is built in {dtype} on this target")
-    output = request.output or default_output(request.model, target.name, weights.scheme or dtype)
+    kinds = [weights.scheme or dtype, *([f"kv-{request.kv_cache_dtype}"] if kv_cache_dtype else [])]
+    output = request.output or default_output(request.model, target.name, "-".join(kinds))
     check_replaceable(output)
     empty = empty_model(config)
     facts = _facts(checkpoint, empty)
@@ -182,6 +197,7 @@ def resolve(request: BuildRequest) -> BuildPlan:
         options={
             **target.options(),
             "quantization": weights.facts(),
+            "kv_cache_dtype": request.kv_cache_dtype,
             "sources": _source_hash(),
         },
     )
@@ -192,6 +208,7 @@ def resolve(request: BuildRequest) -> BuildPlan:
         checkpoint,
         dtype,
         quantization,
+        kv_cache_dtype,
         limits,
         facts,
         memory,
@@ -201,7 +218,7 @@ def resolve(request: BuildRequest) -> BuildPlan:
     )
 
 
-def _target(request: BuildRequest) -> Target:
+def _target(request: BuildRequest, kv_cache_dtype: torch.dtype | None) -> Target:
     _check_frontend(request)
     if request.target == "cpu":
         if request.gpus:
@@ -224,7 +241,11 @@ def _target(request: BuildRequest) -> Target:
                 f"target: {request.target} needs {error.name}: `pip install 'pelton[rtx]'`"
             ) from error
         return TensorRTTarget(
-            request.target, gpus=request.gpus, scheme=request.quantize, frontend=request.frontend
+            request.target,
+            gpus=request.gpus,
+            scheme=request.quantize,
+            frontend=request.frontend,
+            cache_dtype=kv_cache_dtype,
         )
     raise BuildError(f"target: {request.target!r} is unknown; choose one of {', '.join(TARGETS)}")
 
@@ -300,7 +321,9 @@ def _build_into(staging: Path, plan: BuildPlan, progress: Progress) -> Manifest:
         experts = f", the routed experts of {num_experts} layers" if num_experts else ""
         progress.note(f"{count} linear layers{experts}")
     with progress.stage("export"):
-        program = export(model, block_size=block_size, experts=target.experts)
+        program = export(
+            model, block_size=block_size, experts=target.experts, cache_dtype=plan.kv_cache_dtype
+        )
         num_merged = merge_quantized_siblings(program)
     if num_merged:
         progress.note(f"{num_merged} quantised layers merged into others that read the same tensor")
@@ -311,9 +334,7 @@ def _build_into(staging: Path, plan: BuildPlan, progress: Progress) -> Manifest:
     unproved = [window for window in windows if window > MAX_PROVED_WINDOW]
     if unproved:
         progress.warning(f"the proof runs no sequence longer than the sliding window of {unproved[0]} tokens")
-    with progress.stage("prove the exported graph"):
-        trace = record(model, windows=windows, block_size=block_size)
-        proofs = [compare(trace, exported_step(program, geometry, trace, dtype), "exported graph")]
+    trace, proofs, scales = _prove(plan, model, program, geometry, windows, progress)
     exported = Exported(
         model, program, geometry, dtype, plan.limits, plan.memory.num_blocks, plan.facts.vocab_size
     )
@@ -336,13 +357,53 @@ def _build_into(staging: Path, plan: BuildPlan, progress: Progress) -> Manifest:
         needs=target.needs(),
         limits=plan.limits,
         model=plan.facts,
-        engine={**engine, "windows": windows, "quantization": plan.weights.facts()},
+        engine={
+            **engine,
+            "windows": windows,
+            "quantization": plan.weights.facts(),
+            "kv_cache": {"dtype": plan.kv_cache_name, **(scales.to_json() if scales else {})},
+        },
         quality={"proofs": [proof.to_json() for proof in proofs], "unproved_windows": unproved},
         checkpoint_hash=plan.checkpoint.content_hash,
         content_key=plan.content_key,
         build_command=plan.command,
         files={},
     )
+
+
+def _prove(
+    plan: BuildPlan,
+    model: nn.Module,
+    program: ExportedProgram,
+    geometry: tuple[KVGeometry, ...],
+    windows: list[int],
+    progress: Progress,
+) -> tuple[Trace, list[ProofResult], CacheScales | None]:
+    """Compare the exported graph with the model; where its pages are quantised, calibrate it and measure the loss.
+
+    The graph itself is proved with pages that lose nothing, so that a fault cannot hide in what quantisation loses.
+    """
+    block_size, cache_dtype = plan.limits.block_size, plan.kv_cache_dtype
+    if cache_dtype is None:
+        with progress.stage("prove the exported graph"):
+            trace = record(model, windows=windows, block_size=block_size)
+            run = exported_step(program, geometry, trace, getattr(torch, plan.dtype))
+            return trace, [compare(trace, run, "exported graph")], None
+    tokenizer = load_tokenizer(plan.checkpoint)
+    with progress.stage("calibrate the KV pages"):
+        scales = calibrate(
+            program, geometry, tokenizer, model.config, cache_dtype=cache_dtype, block_size=block_size
+        )
+    with progress.stage("prove the exported graph"):
+        text = evaluation_ids(tokenizer, model.config)
+        trace = record(model, windows=windows, block_size=block_size, text=text)
+        run = exported_step(program, geometry, trace, torch.float32)
+        proofs = [compare(trace, run, "exported graph"), measure(trace, program, geometry, cache_dtype)]
+    progress.note(
+        f"{proofs[-1].subject}: top-1 agreement {proofs[-1].top1_agreement:.1%}, KL divergence "
+        f"{proofs[-1].kl_divergence:.1e} nats on text"
+    )
+    return trace, proofs, scales
 
 
 def _absolute(model: str) -> str:

@@ -118,6 +118,13 @@ def load_model(
         return model
 
 
+def load_tokenizer(checkpoint: Checkpoint) -> Any:
+    """The transformers tokenizer. Raises `BuildError` if it cannot be loaded, or has no form that can be served."""
+    if isinstance(checkpoint.weights, GgufFile):
+        return checkpoint.weights.tokenizer()
+    return _load_tokenizer(checkpoint.path)
+
+
 def write_serving_files(checkpoint: Checkpoint, directory: Path) -> None:
     """Write what the runtime needs to turn text into tokens and back, and to know where a text ends.
 
@@ -125,12 +132,11 @@ def write_serving_files(checkpoint: Checkpoint, directory: Path) -> None:
     tokenizer.json), so that serving without transformers gives the same ids. Truncation and padding stored
     in a tokenizer.json are not kept: a server must never cut a prompt on its own.
     """
+    tokenizer = load_tokenizer(checkpoint)
     if isinstance(checkpoint.weights, GgufFile):
-        tokenizer = checkpoint.weights.tokenizer()
         checkpoint.weights.generation_config().save_pretrained(directory)
         write_config(checkpoint.config, directory, getattr(torch, checkpoint.dtype_name))
     else:
-        tokenizer = _load_tokenizer(checkpoint.path)
         for name in _CONFIG_FILES:
             if (checkpoint.path / name).is_file():
                 shutil.copyfile(checkpoint.path / name, directory / name)

@@ -67,6 +67,7 @@ def _attention(
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    s_aux: Tensor | None = None,  # [Hq], attention sinks
     **others: Any,
 ) -> tuple[Tensor, None]:
     """What transformers calls instead of its own attention while a model is exported."""
@@ -84,6 +85,18 @@ def _attention(
         raise BuildError(f"{type(module).__name__} does not know its layer: this family is not supported")
     if layer in step.new_k_caches:
         raise BuildError(f"layer {layer} attends more than once: not supported")
+    for name, heads, cache in (("keys", key, step.k_caches[layer]), ("values", value, step.v_caches[layer])):
+        if (heads.shape[1], heads.shape[3]) != cache.shape[2:]:
+            raise BuildError(
+                f"layer {layer} of {type(module).__name__} has {heads.shape[1]} KV heads with {name} of "
+                f"{heads.shape[3]} elements, but its config says {cache.shape[2]} heads of {cache.shape[3]} for all "
+                "layers: not supported"
+            )
+    if s_aux is not None and s_aux.shape != query.shape[1:2]:
+        raise BuildError(
+            f"layer {layer} of {type(module).__name__} has attention sinks of shape {list(s_aux.shape)}, not one for "
+            f"each of its {query.shape[1]} query heads: not supported"
+        )
     out, k_cache, v_cache = paged_attention(
         query[0].transpose(0, 1),
         key[0].transpose(0, 1),
@@ -96,6 +109,7 @@ def _attention(
         float(scaling if scaling is not None else query.shape[-1] ** -0.5),
         int(sliding_window or 0),
         float(softcap or 0.0),
+        None if s_aux is None else s_aux.float(),
     )
     step.new_k_caches[layer], step.new_v_caches[layer] = k_cache, v_cache
     return out[None, ..., :value_size], None
@@ -185,11 +199,13 @@ def check_windows(config: Any, windows: Sequence[int]) -> None:
             )
 
 
-def export(model: nn.Module, *, block_size: int, experts: str = BATCHED) -> ExportedProgram:
+def export(
+    model: nn.Module, *, block_size: int, experts: str = BATCHED, cache_dtype: torch.dtype | None = None
+) -> ExportedProgram:
     """Export `model` (a causal LM in eval mode) with dynamic T, B, M, N and number of blocks.
 
-    `experts`: how routed experts are computed, a name of `experts.py`. Raises `BuildError` with the reason when the
-    family cannot be exported.
+    `experts`: how routed experts are computed, a name of `experts.py`. `cache_dtype` is that of the pages, None: the
+    model's own. Raises `BuildError` with the reason when the family cannot be exported.
     """
     config: Any = model.config
     AttentionInterface.register(ATTENTION, _attention)
@@ -201,7 +217,7 @@ def export(model: nn.Module, *, block_size: int, experts: str = BATCHED) -> Expo
         ) from error
     use_experts(model, experts)
     geometry = kv_geometry(config)
-    dtype = next(model.parameters()).dtype
+    dtype = cache_dtype or next(model.parameters()).dtype
     # No size of an example may be 1 (it would be specialised), and no two may be equal by accident.
     tokens, sequences, pages, blocks = 7, 3, 4, 11
     caches = [torch.zeros(blocks, block_size, g.num_heads, g.head_dim, dtype=dtype) for g in geometry]

@@ -14,10 +14,10 @@
                  most two kinds of windows, and the queries' gathered, attended and joined rows
         logits   max_step_tokens * vocab_size * 4, when a request wants the log-probabilities of its prompt
 
-`pages` is max_model_len / block_size. Without tiles (float32, or a soft cap on attention scores) every token is a row;
-with them rows are those of sequences with at most 8 tokens in the step, and prompts are tiles of 128 tokens. Only one
-layer's rows and tiles exist at a time, but the masks live as long as the step. A step of short contexts needs a small
-part of this.
+`pages` is max_model_len / block_size. Without tiles (float32, a soft cap on attention scores, or sinks) every token is
+a row; with them rows are those of sequences with at most 8 tokens in the step, and prompts are tiles of 128 tokens.
+Only one layer's rows and tiles exist at a time, but the masks live as long as the step. A step of short contexts needs
+a small part of this.
 """
 
 from __future__ import annotations
@@ -62,12 +62,17 @@ def plan_memory(
     )
 
 
-def plan_gpu_memory(facts: ModelFacts, limits: Limits, dtype: torch.dtype, weights: int) -> MemoryPlan:
+def plan_gpu_memory(
+    facts: ModelFacts, limits: Limits, dtype: torch.dtype, weights: int, cache_dtype: torch.dtype
+) -> MemoryPlan:
     """The GPU memory of one engine, as far as it can be known before the builder chooses kernels: `weights` bytes once
-    (the head reads the embedding where it is tied), the pages, and of the activations those of one layer.
+    (the head reads the embedding where it is tied), the pages of `cache_dtype`, and of the activations those of one
+    layer.
     """
     layers = facts.num_layers
-    block = block_bytes([facts.num_kv_heads] * layers, [facts.head_dim] * layers, limits.block_size, dtype)
+    block = block_bytes(
+        [facts.num_kv_heads] * layers, [facts.head_dim] * layers, limits.block_size, cache_dtype
+    )
     num_blocks = limits.kv_cache_bytes // block
     return MemoryPlan(
         weights=weights,

@@ -53,14 +53,20 @@ class NodeSchema:
 
 _FLOAT, _INT = onnx.defs.OpSchema.AttrType.FLOAT, onnx.defs.OpSchema.AttrType.INT
 _SCHEMAS = (
+    # Sinks and slopes follow each other without a gap, which TensorRT's parser would not take: attributes say which of
+    # them there are.
     NodeSchema(
         "paged_attention",
         (
             ("query", "T"), ("key", "T"), ("value", "T"), ("k_cache", "C"), ("v_cache", "C"),
-            ("block_table", "I"), ("seq_lens", "I"), ("query_start_loc", "I"),
+            ("block_table", "I"), ("seq_lens", "I"), ("query_start_loc", "I"), ("per_head_0", "H"), ("per_head_1", "H"),
         ),
         (("out", "T"), ("k_cache_out", "C"), ("v_cache_out", "C")),
-        {"scale": _FLOAT, "window": _INT, "soft_cap": _FLOAT},
+        {
+            "scale": _FLOAT, "window": _INT, "soft_cap": _FLOAT, "k_scale": _FLOAT, "v_scale": _FLOAT,
+            "has_sinks": _INT, "has_alibi": _INT,
+        },
+        num_required=8,
     ),
     # The options are zeros, perm, both or none, as the weight has them: TensorRT refuses a plugin's input that is left
     # out before another one.
@@ -126,11 +132,14 @@ def _translations(opset: Any) -> dict[Callable[..., Any], Callable[..., Any]]:
 
     def paged_attention(
         query: Any, key: Any, value: Any, k_cache: Any, v_cache: Any, block_table: Any, seq_lens: Any,
-        query_start_loc: Any, scale: float, window: int = 0, soft_cap: float = 0.0,
+        query_start_loc: Any, scale: float, window: int = 0, soft_cap: float = 0.0, sinks: Any = None,
+        alibi_slopes: Any = None, k_scale: float = 1.0, v_scale: float = 1.0,
     ) -> Any:  # fmt: skip
         return opset.paged_attention(
             query, key, value, k_cache, v_cache, block_table, seq_lens, query_start_loc,
-            scale=scale, window=window, soft_cap=soft_cap,
+            *(tensor for tensor in (sinks, alibi_slopes) if tensor is not None),
+            scale=scale, window=window, soft_cap=soft_cap, k_scale=k_scale, v_scale=v_scale,
+            has_sinks=int(sinks is not None), has_alibi=int(alibi_slopes is not None),
         )  # fmt: skip
 
     def int4_linear(

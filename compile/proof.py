@@ -9,7 +9,7 @@ the original model run on each whole sequence.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -54,7 +54,8 @@ StepFunction = Callable[[FlatStep], Tensor]  # logits [T, vocab]
 @dataclass(frozen=True, slots=True)
 class ProofResult:
     """Against the original model in float32: `relative_error` is rms(difference) / rms(logits), `top1_agreement` the
-    share of rows with the same argmax. `tolerance` is the largest relative error that is let through.
+    share of rows with the same argmax, `kl_divergence` the mean over rows, in nats, of the divergence of the form's
+    distribution from the model's. `tolerance` is the largest relative error that is let through.
     """
 
     subject: str
@@ -62,6 +63,7 @@ class ProofResult:
     relative_error: float
     max_error: float
     top1_agreement: float
+    kl_divergence: float
     longest_sequence: int
     tolerance: float
 
@@ -88,17 +90,23 @@ class Trace:
         return sum(-(-len(ids) // self.block_size) for ids in self.token_ids)
 
 
-def record(model: nn.Module, *, windows: Sequence[int], block_size: int) -> Trace:
+def record(
+    model: nn.Module, *, windows: Sequence[int], block_size: int, text: np.ndarray | None = None
+) -> Trace:
     """Run the original `model` (its own attention and experts, in eager form) on the sequences of the trace.
 
-    In reduced precision this holds a float32 copy of the model for the time of the call; integers are shared.
+    Their tokens are drawn from the whole vocabulary, or are those of `text`, over and over. In reduced precision this
+    holds a float32 copy of the model for the time of the call; integers are shared.
     """
     extra = max((w for w in windows if w <= MAX_PROVED_WINDOW), default=0)
     steps = (((0, max(_STEPS[0][0][1], 21 + extra)), *_STEPS[0][1:]), *_STEPS[1:])
     lengths = [sum(n for step in steps for s, n in step if s == i) for i in range(4)]
     config: Any = model.config
     random = np.random.default_rng(20260101)
-    token_ids = tuple(random.integers(0, config.vocab_size, length) for length in lengths)
+    if text is None:
+        token_ids = tuple(random.integers(0, config.vocab_size, length) for length in lengths)
+    else:
+        token_ids = tuple(np.split(np.resize(text, sum(lengths)), np.cumsum(lengths)[:-1]))
     reference = _logits(model if _is_float32(model) else _in_float32(model), token_ids)
     tolerance = _FLOAT32_TOLERANCE
     if not _is_float32(model):
@@ -130,19 +138,16 @@ def _rms(tensor: Tensor) -> float:
     return float(tensor.pow(2).mean().sqrt())
 
 
-def compare(trace: Trace, run: StepFunction, subject: str) -> ProofResult:
-    """Drive `run` through the trace. Raises `BuildError` when it does not reproduce the original model."""
-    tables = _block_tables(trace)
-    done = [0] * len(trace.token_ids)
-    got: list[Tensor] = []
-    wanted: list[Tensor] = []
-    for step in trace.steps:
-        logits = run(_flat_step(trace, step, done, tables))
-        got.append(logits.float())
-        for sequence, count in step:
-            wanted.append(trace.reference[sequence][done[sequence] : done[sequence] + count])
-            done[sequence] += count
-    actual, expected = torch.cat(got), torch.cat(wanted)
+def compare(
+    trace: Trace, run: StepFunction, subject: str, *, tolerance: float | None = None, remedy: str = ""
+) -> ProofResult:
+    """Drive `run` through the trace; `tolerance` (None: the trace's) is the largest relative error.
+
+    Raises `BuildError`, which ends with `remedy`, when `run` does not reproduce the original model.
+    """
+    limit = trace.tolerance if tolerance is None else tolerance
+    actual = torch.cat([run(step).float() for step in flat_steps(trace)])
+    expected = torch.cat([trace.reference[s][a:b] for spans in _spans(trace) for s, a, b in spans])
     difference = actual - expected
     error = _rms(difference) / _rms(expected)
     result = ProofResult(
@@ -151,35 +156,57 @@ def compare(trace: Trace, run: StepFunction, subject: str) -> ProofResult:
         relative_error=error,
         max_error=float(difference.abs().max()),
         top1_agreement=float((actual.argmax(-1) == expected.argmax(-1)).float().mean()),
+        kl_divergence=_kl_divergence(expected, actual),
         longest_sequence=max(len(ids) for ids in trace.token_ids),
-        tolerance=trace.tolerance,
+        tolerance=limit,
     )
-    if not error <= trace.tolerance:  # also when it is NaN
+    if not error <= limit:  # also when it is NaN
         raise BuildError(
             f"the {subject} does not reproduce the original model: relative error {error:.2e} of the logits, "
-            f"at most {trace.tolerance:.2e} is allowed; nothing was written"
+            f"at most {limit:.2e} is allowed; nothing was written{remedy and '; '}{remedy}"
         )
     return result
 
 
-def exported_step(
-    program: ExportedProgram, geometry: Sequence[KVGeometry], trace: Trace, dtype: torch.dtype
-) -> StepFunction:
-    """`program` run eagerly, with the operator's PyTorch reference, keeping its own pages."""
-    module = program.module()
-    shape = [(trace.num_blocks, trace.block_size, g.num_heads, g.head_dim) for g in geometry]
-    caches = [torch.zeros(s, dtype=dtype) for s in shape], [torch.zeros(s, dtype=dtype) for s in shape]
-    state = {"k": caches[0], "v": caches[1]}
+def _kl_divergence(expected: Tensor, actual: Tensor) -> float:
+    """Mean over rows of KL(expected || actual), of logits [rows, vocab]; a few rows at a time."""
+    total = 0.0
+    for start in range(0, len(expected), 64):
+        log_p, log_q = (x[start : start + 64].log_softmax(-1) for x in (expected, actual))
+        total += float((log_p.exp() * (log_p - log_q)).sum())
+    return total / len(expected)
 
-    def run(step: FlatStep) -> Tensor:
+
+class ExportedStep:
+    """`program` run eagerly, with the operator's PyTorch reference, keeping its own pages of `dtype`.
+
+    Pages may be of another dtype than the program was exported with: the reference takes them as they are.
+    """
+
+    def __init__(
+        self, program: ExportedProgram, geometry: Sequence[KVGeometry], trace: Trace, dtype: torch.dtype
+    ) -> None:
+        self._module = program.module()
+        shapes = [(trace.num_blocks, trace.block_size, g.num_heads, g.head_dim) for g in geometry]
+        self.k_caches = [torch.zeros(shape, dtype=dtype) for shape in shapes]
+        self.v_caches = [torch.zeros(shape, dtype=dtype) for shape in shapes]
+
+    def __call__(self, step: FlatStep) -> Tensor:
         arrays = (step.block_table, step.seq_lens, step.query_start_loc, step.logits_rows)
         flat = (torch.from_numpy(a) for a in arrays)
         ids, positions = torch.from_numpy(step.input_ids)[None], torch.from_numpy(step.positions)[None]
         with torch.no_grad():
-            logits, state["k"], state["v"] = module(ids, positions, *flat, state["k"], state["v"])
+            logits, self.k_caches, self.v_caches = self._module(
+                ids, positions, *flat, self.k_caches, self.v_caches
+            )
         return logits  # type: ignore[no-any-return]
 
-    return run
+
+def exported_step(
+    program: ExportedProgram, geometry: Sequence[KVGeometry], trace: Trace, dtype: torch.dtype
+) -> ExportedStep:
+    """The exported graph as a function of a step."""
+    return ExportedStep(program, geometry, trace, dtype)
 
 
 def _block_tables(trace: Trace) -> list[np.ndarray]:
@@ -189,18 +216,26 @@ def _block_tables(trace: Trace) -> list[np.ndarray]:
     return [part.astype(np.int32) for part in np.split(pages, np.cumsum(counts)[:-1])]
 
 
-def _flat_step(
-    trace: Trace, step: Sequence[tuple[int, int]], done: Sequence[int], tables: Sequence[np.ndarray]
-) -> FlatStep:
-    spans = [(s, done[s], done[s] + n) for s, n in step]
-    width = max(len(tables[s]) for s, _, _ in spans)
-    table = np.stack([np.pad(tables[s], (0, width - len(tables[s]))) for s, _, _ in spans])
-    starts = np.cumsum([0] + [n for _, n in step]).astype(np.int32)
-    return FlatStep(
-        input_ids=np.concatenate([trace.token_ids[s][a:b] for s, a, b in spans]),
-        positions=np.concatenate([np.arange(a, b) for _, a, b in spans]),
-        block_table=table,
-        seq_lens=np.array([b for _, _, b in spans], np.int32),
-        query_start_loc=starts,
-        logits_rows=np.arange(starts[-1], dtype=np.int64),
-    )
+def _spans(trace: Trace) -> Iterator[list[tuple[int, int, int]]]:
+    """For each step the sequences in it, each with its first position and the one after its last."""
+    done = [0] * len(trace.token_ids)
+    for step in trace.steps:
+        yield [(s, done[s], done[s] + n) for s, n in step]
+        for s, n in step:
+            done[s] += n
+
+
+def flat_steps(trace: Trace) -> Iterator[FlatStep]:
+    """The steps of a trace as an engine takes them."""
+    tables = _block_tables(trace)
+    for spans in _spans(trace):
+        width = max(len(tables[s]) for s, _, _ in spans)
+        starts = np.cumsum([0] + [b - a for _, a, b in spans]).astype(np.int32)
+        yield FlatStep(
+            input_ids=np.concatenate([trace.token_ids[s][a:b] for s, a, b in spans]),
+            positions=np.concatenate([np.arange(a, b) for _, a, b in spans]),
+            block_table=np.stack([np.pad(tables[s], (0, width - len(tables[s]))) for s, _, _ in spans]),
+            seq_lens=np.array([b for _, _, b in spans], np.int32),
+            query_start_loc=starts,
+            logits_rows=np.arange(starts[-1], dtype=np.int64),
+        )

@@ -23,17 +23,36 @@ assert paged_attention is not None  # imported to register the operator
 
 @dataclass(frozen=True)
 class Attention:
-    """How one layer attends: the scalars of the operator's contract."""
+    """How one layer attends: what the operator's contract has besides the step and its pages."""
 
     scale: float
     window: int
     soft_cap: float
+    sinks: Node | None
+    alibi_slopes: Node | None
+    k_scale: float
+    v_scale: float
+
+
+_DEFAULTS = (0, 0.0, None, None, 1.0, 1.0)  # of the operator's arguments after `scale`
 
 
 def attention_of(node: Node) -> Attention:
     """Of a `PAGED_ATTENTION` node."""
-    scale, window, soft_cap = (*cast("tuple[float, ...]", node.args[8:]), 0, 0.0)[:3]
-    return Attention(float(scale), int(window), float(soft_cap))
+    given: tuple[Any, ...] = node.args[8:]
+    arguments: tuple[Any, ...] = (*given, *_DEFAULTS[len(given) - 1 :])
+    scale, window, soft_cap, sinks, alibi_slopes, k_scale, v_scale = arguments
+    return Attention(
+        float(scale), int(window), float(soft_cap), sinks, alibi_slopes, float(k_scale), float(v_scale)
+    )
+
+
+def with_scales(node: Node, k_scale: float, v_scale: float) -> None:
+    """Let a `PAGED_ATTENTION` node hold its pages by these scales; the graph module must be recompiled."""
+    a = attention_of(node)
+    node.args = (
+        *node.args[:8], a.scale, a.window, a.soft_cap, a.sinks, a.alibi_slopes, k_scale, v_scale,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -193,7 +212,7 @@ def get_weight(graph_module: GraphModule, name: str) -> Tensor:
 def _sources(node: Node) -> list[Node]:
     """What a segment reads to compute `node`: of paged attention only what the target's own form needs."""
     if node.target is PAGED_ATTENTION:
-        return [a for a in node.args[:5] if isinstance(a, Node)]
+        return [a for a in (*node.args[:5], attention_of(node).sinks) if isinstance(a, Node)]
     return node.all_input_nodes
 
 

@@ -65,12 +65,13 @@ ROW_FIELDS = tuple(f.name for f in fields(RowWork))
 TILE_FIELDS = tuple(f.name for f in fields(TileGroup))
 
 
-def uses_tiles(dtype: torch.dtype, soft_caps: Iterable[float]) -> bool:
+def uses_tiles(dtype: torch.dtype, soft_caps: Iterable[float], *, has_sinks: bool = False) -> bool:
     """Whether an engine of this dtype, whose layers have these soft caps (0: none), attends prompts in tiles.
 
-    Tiles round differently from rows, which float32 promises not to, and the fused SDPA knows no soft cap.
+    Tiles round differently from rows, which float32 promises not to, and the fused SDPA knows neither soft caps nor
+    sinks.
     """
-    return dtype != torch.float32 and not any(soft_caps)
+    return dtype != torch.float32 and not any(soft_caps) and not has_sinks
 
 
 def block_bytes(
@@ -108,12 +109,13 @@ def attend(
     scale: float,
     window: int,
     soft_cap: float,
+    sinks: Tensor | None = None,  # [Hq] float32
 ) -> Tensor:
     """Attention of all tokens of a step, `[T, Hq, D]`; the step's K/V are in the pages already.
 
-    Without `tile_groups` the step must be packed with every token a row.
+    Without `tile_groups` the step must be packed with every token a row, as one with a soft cap or sinks must.
     """
-    out = _attend_rows(query, k_cache, v_cache, positions, rows, scale, window, soft_cap)
+    out = _attend_rows(query, k_cache, v_cache, positions, rows, scale, window, soft_cap, sinks)
     if tile_groups:
         out = torch.cat(
             [out, *(_attend_tiles(query, k_cache, v_cache, group, scale) for group in tile_groups)]
@@ -143,6 +145,7 @@ def _attend_rows(
     scale: float,
     window: int,
     soft_cap: float,
+    sinks: Tensor | None,
 ) -> Tensor:
     """[R, Hq, D]. The query heads of one KV head are written out, so that they share one read of the page."""
     num_kv_heads, head_dim, block_size = k_cache.shape[1:]
@@ -164,14 +167,21 @@ def _attend_rows(
     totals = [w.sum(-1) for w in weights]  # [W, Hkv]
     partials = [(w[..., None] * values).sum(2) for w in weights]  # [W, Hkv, D]
 
-    outs = []
+    outs, sums = [], []
     for top, total, partial in zip(tops, totals, partials, strict=True):
         row_tops = top[..., 0][work.row_items]  # [R, J, Hkv]
-        shares = torch.exp(row_tops - row_tops.amax(1, keepdim=True))
+        row_top = row_tops.amax(1, keepdim=True)
+        shares = torch.exp(row_tops - row_top)
         numerator = (shares[..., None] * partial[work.row_items]).sum(1)
         denominator = (shares * total[work.row_items]).sum(1)
-        outs.append((numerator / denominator[..., None]).to(query.dtype))
-    return torch.stack(outs, 2).view(-1, num_kv_heads * group, head_dim)
+        outs.append(numerator / denominator[..., None])
+        sums.append(row_top[:, 0] + torch.log(denominator))  # [R, Hkv], log of the softmax's denominator
+    out = torch.stack(outs, 2).view(-1, num_kv_heads * group, head_dim)
+    if sinks is not None:
+        # The denominator becomes e^sum + e^sink. Sinks are read in one place and whole: the compiler must not store
+        # another form of them, which could not be made for the other layers of the class.
+        out = out * torch.sigmoid(torch.stack(sums, 2).view(-1, num_kv_heads * group) - sinks)[..., None]
+    return out.to(query.dtype)
 
 
 def _attend_tiles(query: Tensor, k_cache: Tensor, v_cache: Tensor, tiles: TileGroup, scale: float) -> Tensor:

@@ -1,5 +1,8 @@
 """`pelton::paged_attention` as a TensorRT plugin; the contract stands in `paged_attention.py`.
 
+Inputs are the operator's tensors in its order. Sinks and ALiBi slopes, float32, follow each other without a gap: an
+input cannot be left out in the middle, so the attributes `has_sinks` and `has_alibi` say which of them there are.
+
 Registering it needs no torch: what does is imported when TensorRT asks.
 """
 
@@ -18,6 +21,7 @@ if TYPE_CHECKING:
     from .paged_attention_tactics import Problem, Tactic
 
 _QUERY, _K_CACHE, _V_CACHE, _BLOCK_TABLE = 0, 3, 4, 5
+_NUM_INPUTS = 8  # without sinks and slopes
 _QUERY_DTYPES = ("float16", "bfloat16")
 _CACHE_DTYPES = ("float16", "bfloat16", "float8_e4m3fn", "int8")
 # Chosen by the shapes of each step; the tactics of fixed tiles follow it.
@@ -26,13 +30,15 @@ _FLOAT32_BYTES = 4
 
 
 def _accepts(inputs: Sequence[str], outputs: Sequence[str]) -> bool:
-    query, key, value, k_cache, v_cache, *indices = inputs
+    query, key, value, k_cache, v_cache, *others = inputs
+    num_indices = _NUM_INPUTS - _BLOCK_TABLE
     return (
         query in _QUERY_DTYPES
         and key == value == query
         and k_cache in _CACHE_DTYPES
         and v_cache == k_cache
-        and all(dtype == "int32" for dtype in indices)
+        and others[:num_indices] == ["int32"] * num_indices
+        and all(dtype == "float32" for dtype in others[num_indices:])
         and list(outputs) == [query, k_cache, v_cache]
     )
 
@@ -53,6 +59,8 @@ def _problem(inputs: Sequence[Described], fields: Fields, arch: int) -> Problem:
         arch=arch,
         has_window=fields["window"] > 0,
         has_soft_cap=fields["soft_cap"] > 0,
+        has_sinks=bool(fields["has_sinks"]),
+        has_alibi=bool(fields["has_alibi"]),
     )
 
 
@@ -88,16 +96,14 @@ def _enqueue(launch: Launch) -> None:
     from .paged_attention_tactics import TACTICS, workspace_elements
     from .paged_attention_triton import Scoring, paged_attention_, problem_of
 
-    scoring = Scoring(
-        float(launch.fields["scale"]),
-        int(launch.fields["window"]),
-        float(launch.fields["soft_cap"]),
-        None,
-        None,
-    )
+    fields = launch.fields
     with launch.on_stream():
         tensors = [buffer.as_tensor() for buffer in launch.inputs]
-        query, key, value, k_cache, v_cache, *indices = tensors
+        query, key, value, k_cache, v_cache, *indices = tensors[:_NUM_INPUTS]
+        sinks, alibi_slopes = _per_head(tensors[_NUM_INPUTS:], fields)
+        scoring = Scoring(
+            float(fields["scale"]), int(fields["window"]), float(fields["soft_cap"]), sinks, alibi_slopes
+        )
         if launch.is_timing:
             indices = _typical_step(query.shape[0], k_cache, indices[0])
         block_table, seq_lens, query_start_loc = indices
@@ -108,9 +114,17 @@ def _enqueue(launch: Launch) -> None:
             tactic = _choose(problem, query.shape[0], sequences)
         paged_attention_(
             launch.outputs[0].as_tensor(), query, key, value, k_cache, v_cache, block_table, seq_lens,
-            query_start_loc, scoring.scale, scoring.window, scoring.soft_cap,
+            query_start_loc, scoring.scale, scoring.window, scoring.soft_cap, sinks, alibi_slopes,
+            float(fields["k_scale"]), float(fields["v_scale"]),
             tactic=tactic, workspace=launch.workspace_tensor(sum(workspace_elements(tactic, problem, sequences))),
         )  # fmt: skip
+
+
+def _per_head(tensors: Sequence[Tensor], fields: Fields) -> tuple[Tensor | None, Tensor | None]:
+    """Sinks and ALiBi slopes among the inputs that follow the others."""
+    rest = iter(tensors)
+    sinks = next(rest) if fields["has_sinks"] else None
+    return sinks, next(rest) if fields["has_alibi"] else None
 
 
 @cache
@@ -146,7 +160,15 @@ PAGED_ATTENTION_PLUGIN = Operator(
         Output(dtype_of=_K_CACHE, shape_of=_K_CACHE, alias=_K_CACHE),
         Output(dtype_of=_V_CACHE, shape_of=_V_CACHE, alias=_V_CACHE),
     ),
-    fields={"scale": float, "window": int, "soft_cap": float},
+    fields={
+        "scale": float,
+        "window": int,
+        "soft_cap": float,
+        "k_scale": float,
+        "v_scale": float,
+        "has_sinks": int,
+        "has_alibi": int,
+    },
     accepts=_accepts,
     tactics=_tactics,
     workspace=_workspace,

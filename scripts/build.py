@@ -42,6 +42,13 @@ from .sizes import MEMORY
     help="Round the weights of the decoder's linear layers (targets for GPUs).",
 )
 @click.option(
+    "--kv-cache-dtype",
+    default="auto",
+    show_default=True,
+    type=click.Choice(["auto", "fp8", "int8"]),
+    help="KV pages of one byte an element, with scales measured on text (TensorRT targets); auto: as --dtype.",
+)
+@click.option(
     "--dtype",
     default="auto",
     show_default=True,
@@ -83,6 +90,7 @@ def command(
     gpus: tuple[str, ...],
     frontend: str | None,
     quantize: str | None,
+    kv_cache_dtype: str,
     dtype: str,
     max_model_len: int | None,
     max_batch_size: int,
@@ -113,6 +121,7 @@ def command(
         block_size=int(block_size),
         kv_cache_bytes=kv_cache_memory,
         quantize=quantize,
+        kv_cache_dtype=kv_cache_dtype,
         gpus=tuple(gpu for given in gpus for gpu in given.split(",")),
         frontend=frontend,
     )
@@ -149,7 +158,7 @@ def _show_plan(plan: object) -> None:
     rows = [
         ("model", f"{facts.source} ({facts.model_type}, {facts.num_parameters / 1e6:.0f} M parameters)"),
         ("output", str(plan.output)),
-        ("target", f"{plan.request.target}, {plan.dtype}"),
+        ("target", f"{plan.request.target}, {plan.dtype}, KV pages of {plan.kv_cache_name}"),
         ("max_model_len", f"{limits.max_model_len} tokens of prompt and output"),
         ("max_batch_size", f"{limits.max_batch_size} sequences in a step"),
         ("max_step_tokens", f"{limits.max_step_tokens} tokens in a step"),

@@ -32,6 +32,7 @@ def command(bundle: Path, as_json: bool, layers: bool, verify: bool) -> None:
             ("model", f"{model.source} ({model.model_type}, {model.num_parameters / 1e6:.0f} M parameters)"),
             ("target", f"{manifest.target}, {manifest.dtype}"),
             *_quantisation(manifest),
+            ("KV pages", _kv_pages(manifest)),
             ("limits", ", ".join(f"{name}={value}" for name, value in asdict(limits).items())),
             ("size", f"{size / 2**20:.0f} MiB in {len(manifest.files)} files"),
             (
@@ -42,7 +43,8 @@ def command(bundle: Path, as_json: bool, layers: bool, verify: bool) -> None:
             *(
                 (
                     proof["subject"],
-                    f"relative error {proof['relative_error']:.1e} over {proof['num_rows']} rows",
+                    f"relative error {proof['relative_error']:.1e}, top-1 agreement {proof['top1_agreement']:.1%} "
+                    f"over {proof['num_rows']} rows",
                 )
                 for proof in proofs
             ),
@@ -62,6 +64,17 @@ def _quantisation(manifest: Manifest) -> list[tuple[str, str]]:
     """How the weights were quantised, if they were."""
     facts = manifest.engine.get("quantization")
     return [("quantisation", ", ".join(f"{name}={value}" for name, value in facts.items()))] if facts else []
+
+
+def _kv_pages(manifest: Manifest) -> str:
+    cache = manifest.engine.get("kv_cache", {"dtype": manifest.dtype})
+    if "k_scales" not in cache:
+        return str(cache["dtype"])
+    ranges = (
+        f"{name} {min(cache[key]):.2g} to {max(cache[key]):.2g}"
+        for name, key in (("keys", "k_scales"), ("values", "v_scales"))
+    )
+    return f"{cache['dtype']}, a scale for each layer: {', '.join(ranges)}"
 
 
 def _needs(manifest: Manifest) -> str:

@@ -28,6 +28,7 @@ _NEEDS_RTX = {
     "test_moe_experts.py",
     "test_packed_weights.py",
     "test_paged_attention_kernels.py",
+    "test_tensorrt_attention.py",
     "test_tensorrt_failures.py",
     "test_tensorrt_targets.py",
     "test_triton_compile.py",

@@ -41,7 +41,7 @@ from ...plugins_trt.paged_attention_cpu import (
     write_kv,
 )
 from ..export import KVGeometry, first_line
-from ..segments import Segment, SegmentModule, attention_of, get_weight
+from ..segments import Attention, Segment, SegmentModule, attention_of, get_weight
 
 log = logging.getLogger(__name__)
 
@@ -78,7 +78,9 @@ def lower(
     """Compile `segments` into `directory`. Raises `BuildError` naming the segment that Inductor refuses."""
     attentions = [attention_of(node) for segment in segments for node in segment.attention()]
     windows = tuple(sorted({a.window for a in attentions}))
-    use_tiles = uses_tiles(dtype, (a.soft_cap for a in attentions))
+    _check(attentions)
+    has_sinks = any(a.sinks is not None for a in attentions)
+    use_tiles = uses_tiles(dtype, (a.soft_cap for a in attentions), has_sinks=has_sinks)
     lowering = _Lowering(graph_module, geometry, dtype, block_size)
     classes: dict[Hashable, tuple[_Library, _Library | None]] = {}
     programs = []
@@ -123,6 +125,15 @@ def lower(
     )
     (directory / ENGINE_FILE).write_text(json.dumps(program.to_json(), indent=1) + "\n")
     return program
+
+
+def _check(attentions: list[Attention]) -> None:
+    """Raise `BuildError` for what `attend` has not."""
+    for layer, attention in enumerate(attentions):
+        if attention.alibi_slopes is not None:
+            raise BuildError(f"layer {layer} has ALiBi slopes: the cpu target has none")
+        if (attention.k_scale, attention.v_scale) != (1.0, 1.0):
+            raise BuildError(f"layer {layer} has a quantised KV cache: the cpu target has none")
 
 
 class _WeightStore:
@@ -218,6 +229,7 @@ class _Lowering:
         return attend(
             query, k_cache, v_cache, positions[0], rows, groups, output_index,
             attention.scale, attention.window, attention.soft_cap,
+            None if attention.sinks is None else values[attention.sinks],
         )  # fmt: skip
 
     def _example_inputs(self, segment: Segment) -> tuple[list[Tensor], list[dict[int, Any]]]:

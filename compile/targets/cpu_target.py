@@ -18,6 +18,7 @@ from ..bundle import HostFacts, HostNeeds, Limits, ModelFacts
 from ..experts import BATCHED
 from ..export import KVGeometry
 from ..memory import MemoryPlan, plan_memory
+from ..model_loading import empty_model
 from ..passes import optimise
 from ..progress import Progress
 from ..proof import StepFunction, Trace
@@ -78,7 +79,7 @@ class CpuTarget:
         self, config: Any, facts: ModelFacts, limits: Limits, dtype: torch.dtype, weights: int
     ) -> MemoryPlan:
         soft_cap = getattr(config, "attn_logit_softcapping", None) or 0.0
-        has_tiles = uses_tiles(dtype, [soft_cap])
+        has_tiles = uses_tiles(dtype, [soft_cap], has_sinks=_has_sinks(config))
         return plan_memory(
             facts, limits, dtype, is_tied=bool(config.tie_word_embeddings), has_tiles=has_tiles
         )
@@ -110,3 +111,8 @@ class CpuTarget:
             step.query_start_loc,
             step.logits_rows,
         )
+
+
+def _has_sinks(config: Any) -> bool:
+    """Whether the attention of a model has sinks, by the name that transformers gives these parameters."""
+    return any(name.endswith(".sinks") for name, _ in empty_model(config).named_parameters())

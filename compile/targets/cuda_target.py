@@ -95,7 +95,7 @@ class CudaTarget:
     def plan_memory(
         self, config: Any, facts: ModelFacts, limits: Limits, dtype: torch.dtype, weights: int
     ) -> MemoryPlan:
-        plan = plan_gpu_memory(facts, limits, dtype, weights)
+        plan = plan_gpu_memory(facts, limits, dtype, weights, dtype)
         rows = num_logits_rows(limits, facts.vocab_size)
         return MemoryPlan(
             weights=plan.weights,

@@ -40,15 +40,25 @@ _BUILD_OVERHEAD = 1 << 30
 
 
 class TensorRTTarget:
-    """`Target` on TensorRT's ONNX parser and builder. Raises `BuildError` naming the option at fault."""
+    """`Target` on TensorRT's ONNX parser and builder. Raises `BuildError` naming the option at fault.
+
+    `cache_dtype` is that of the KV pages, None: the model's own.
+    """
 
     dtypes: tuple[str, ...] = ("float16", "bfloat16")
     experts = PELTON
 
     def __init__(
-        self, name: str, *, gpus: Sequence[str], scheme: str | None, frontend: str | None = None
+        self,
+        name: str,
+        *,
+        gpus: Sequence[str],
+        scheme: str | None,
+        frontend: str | None = None,
+        cache_dtype: torch.dtype | None = None,
     ) -> None:
         self.name = name
+        self._cache_dtype = cache_dtype
         self._options = TensorRTOptions(gpus=check_gpus(name, gpus, scheme))
         self._frontend = frontend or ONNX_FRONTEND
 
@@ -79,7 +89,7 @@ class TensorRTTarget:
     def plan_memory(
         self, config: Any, facts: ModelFacts, limits: Limits, dtype: torch.dtype, weights: int
     ) -> MemoryPlan:
-        return plan_gpu_memory(facts, limits, dtype, weights)
+        return plan_gpu_memory(facts, limits, dtype, weights, self._cache_dtype or dtype)
 
     def explain(
         self, geometry: tuple[KVGeometry, ...], limits: Limits, num_blocks: int
@@ -99,7 +109,7 @@ class TensorRTTarget:
         facts = {
             "target": self.name,
             "dtype": str(exported.dtype).removeprefix("torch."),
-            "cache_dtype": str(exported.dtype).removeprefix("torch."),
+            "cache_dtype": str(self._cache_dtype or exported.dtype).removeprefix("torch."),
             "block_size": limits.block_size,
             "gpus": list(self._options.gpus),
             "kv_heads": [g.num_heads for g in geometry],

@@ -32,6 +32,7 @@ class Case:
     block_size: int = 16
     window: int = 0
     soft_cap: float = 0.0
+    has_sinks: bool = False
 
 
 CASES = {
@@ -48,6 +49,8 @@ CASES = {
     "window of one": Case([20], [20], window=1),
     "window beyond SDPA's split": Case([1500, 0], [400, 1], window=700),
     "soft cap": Case([9, 20], [1, 30], soft_cap=2.0),
+    "sinks": Case([9, 20, 40], [1, 30, 3], has_sinks=True),
+    "sinks, window and multi-query": Case([50, 3], [1, 40], num_kv_heads=1, window=5, has_sinks=True),
     "pages of 32": Case([31, 32, 33], [1, 1, 40], block_size=32),
 }
 
@@ -76,10 +79,12 @@ def run(
     query = torch.randn(total, case.num_heads, case.head_dim).to(dtype)
     key, value = (torch.randn(total, case.num_kv_heads, case.head_dim).to(dtype) for _ in range(2))
     scale = 0.3
+    # Far above, among and far below the scores.
+    sinks = torch.tensor([90.0, 2.0, 0.0, -1.0, 1.0, -90.0]) if case.has_sinks else None
     expected, _, _ = paged_attention(
         query, key, value, k_cache, v_cache,
         torch.from_numpy(table), torch.from_numpy(seq_lens), torch.from_numpy(starts),
-        scale, case.window, case.soft_cap,
+        scale, case.window, case.soft_cap, sinks,
     )  # fmt: skip
 
     k_pages, v_pages = k_cache.permute(0, 2, 3, 1).contiguous(), v_cache.permute(0, 2, 1, 3).contiguous()
@@ -92,7 +97,7 @@ def run(
     write_kv((work.slot_page, work.slot_offset), key, value, k_pages, v_pages)
     actual = attend(
         query, k_pages, v_pages, torch.from_numpy(positions), work.rows[0],
-        work.tile_groups[0] if work.tile_groups else (), work.output_index, scale, case.window, case.soft_cap,
+        work.tile_groups[0] if work.tile_groups else (), work.output_index, scale, case.window, case.soft_cap, sinks,
     )  # fmt: skip
     return actual, expected
 
@@ -103,7 +108,7 @@ def test_rows_equal_the_reference(name: str) -> None:
     torch.testing.assert_close(actual, expected, atol=2e-5, rtol=2e-5)
 
 
-@pytest.mark.parametrize("name", [n for n, c in CASES.items() if not c.soft_cap])
+@pytest.mark.parametrize("name", [n for n, c in CASES.items() if not (c.soft_cap or c.has_sinks)])
 def test_tiles_equal_the_reference(name: str) -> None:
     actual, expected = run(CASES[name], use_tiles=True, dtype=torch.float32)
     torch.testing.assert_close(actual, expected, atol=2e-5, rtol=2e-5)
@@ -207,6 +212,7 @@ def test_tiles_are_for_reduced_precision_without_soft_caps(
     dtype: torch.dtype, soft_caps: list[float], expected: bool
 ) -> None:
     assert uses_tiles(dtype, soft_caps) is expected
+    assert not uses_tiles(dtype, soft_caps, has_sinks=True)
 
 
 def test_overflow_of_one_sequence_does_not_reach_the_next_owner_of_its_page() -> None:

@@ -8,7 +8,7 @@ import torch
 from pelton.plugins_trt.fp8_linear_plugin import FP8_LINEAR_PLUGIN
 from pelton.plugins_trt.int4_linear_plugin import INT4_LINEAR_PLUGIN, by_kind
 from pelton.plugins_trt.moe_experts_plugin import MOE_EXPERTS_PLUGIN, _typical_routes
-from pelton.plugins_trt.paged_attention_plugin import PAGED_ATTENTION_PLUGIN, _typical_step
+from pelton.plugins_trt.paged_attention_plugin import PAGED_ATTENTION_PLUGIN, _per_head, _typical_step
 from pelton.plugins_trt.plugin import Described, Operator
 
 INDICES = ["int32"] * 3
@@ -25,6 +25,9 @@ ROUTED = ["float16", "float32", "int32"]  # x, router weights, expert ids
             ["bfloat16", "int8", "int8"],
             True,
         ),
+        (PAGED_ATTENTION_PLUGIN, ["float16"] * 5 + INDICES + ["float32"] * 2, ["float16"] * 3, True),
+        (PAGED_ATTENTION_PLUGIN, ["float16"] * 5 + INDICES + ["float16"], ["float16"] * 3, False),
+        (PAGED_ATTENTION_PLUGIN, ["float16"] * 5 + INDICES[:2], ["float16"] * 3, False),
         (PAGED_ATTENTION_PLUGIN, ["float32"] * 5 + INDICES, ["float32"] * 3, False),
         (PAGED_ATTENTION_PLUGIN, ["float16"] * 5 + ["int64"] * 3, ["float16"] * 3, False),
         (PAGED_ATTENTION_PLUGIN, ["float16"] * 4 + ["int8"] + INDICES, ["float16"] * 2 + ["int8"], False),
@@ -69,7 +72,9 @@ def step(tokens: int, batch: int) -> list[Described]:
     return [*rows, cache, cache, *indices]
 
 
-FIELDS = {"scale": 0.1, "window": 0, "soft_cap": 0.0}
+FIELDS = {
+    "scale": 0.1, "window": 0, "soft_cap": 0.0, "k_scale": 1.0, "v_scale": 1.0, "has_sinks": 0, "has_alibi": 0,
+}  # fmt: skip
 
 
 def test_workspace_holds_what_any_smaller_step_chooses() -> None:
@@ -85,6 +90,19 @@ def test_every_tactic_fits_every_architecture() -> None:
     assert tactics[0] == 1
     assert len(tactics) == len(set(tactics)) > 5
     assert all(PAGED_ATTENTION_PLUGIN.workspace(step(512, 64), FIELDS, tactic) >= 0 for tactic in tactics)
+
+
+@pytest.mark.parametrize(
+    ("has_sinks", "has_alibi", "expected"),
+    [(0, 0, (None, None)), (1, 0, (0, None)), (0, 1, (None, 0)), (1, 1, (0, 1))],
+)
+def test_sinks_and_slopes_are_told_apart(
+    has_sinks: int, has_alibi: int, expected: tuple[int | None, int | None]
+) -> None:
+    given = [torch.zeros(4), torch.ones(4)][: has_sinks + has_alibi]
+    found = _per_head(given, FIELDS | {"has_sinks": has_sinks, "has_alibi": has_alibi})
+    for tensor, index in zip(found, expected, strict=True):
+        assert (tensor is None) if index is None else (tensor is given[index])
 
 
 def test_linear_tactics_split_only_few_rows() -> None:

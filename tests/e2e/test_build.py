@@ -80,6 +80,8 @@ def test_an_unchanged_build_is_found_and_a_changed_limit_is_not(tiny_bundles: di
         (["--kv-cache-memory", "1KiB"], "less than one block"),
         (["--kv-cache-memory", "lots"], "not a size"),
         (["--dtype", "int3"], "int3"),
+        (["--kv-cache-dtype", "fp4"], "'--kv-cache-dtype': 'fp4' is not one of"),
+        (["--kv-cache-dtype", "fp8"], "kv_cache_dtype: fp8 is not supported on cpu"),
     ],
 )
 def test_bad_limits_name_the_option(

@@ -111,6 +111,20 @@ def test_the_width_of_the_block_table_is_part_of_what_a_graph_is_captured_for(fa
     assert fakes.device.num_graphs == 3, "1, 2 and 4 pages; 3 pages run as 4"
 
 
+@pytest.mark.parametrize("cache_dtype", ["float8_e4m3fn", "int8"])
+def test_pages_of_one_byte_are_twice_as_many_in_the_same_memory(tmp_path: Path, cache_dtype: str) -> None:
+    memory = {}
+    for dtype in ("float16", cache_dtype):
+        fakes = open_fake(tmp_path / dtype, limits(8), cache_dtype=dtype)
+        last = fakes.executor.limits.num_blocks - 1
+        memory[dtype] = (last + 1, fakes.device.allocated_bytes)
+        fakes.executor.execute(step(prompt(3)))
+        fakes.executor.execute(step(([55], 3, [last]), copies=(0, last)))
+        output = fakes.executor.execute(step(([56], 4, [last, 1])))
+        np.testing.assert_array_equal(output.logits[0], expected([1, 2, 3, 55, 56]))
+    assert memory == {"float16": (8, memory[cache_dtype][1]), cache_dtype: (16, memory["float16"][1])}
+
+
 def test_decodes_without_graphs_are_not_padded(tmp_path: Path) -> None:
     fakes = open_fake(tmp_path, use_graphs=False)
     prefill(fakes, 3)

@@ -57,6 +57,12 @@ _LOCAL_GLOBAL: dict[str, Any] = {
     "tie_word_embeddings": True,
 }
 
+# gpt-oss stretches a short context; the model's own 32 times 4096 positions would be too many here.
+_YARN: dict[str, Any] = {
+    "rope_type": "yarn", "rope_theta": 150000.0, "factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0,
+    "truncate": False, "original_max_position_embeddings": 128,
+}  # fmt: skip
+
 # The soft caps are far below the usual 50 and 30: at those, random weights never come near the cap.
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
@@ -72,6 +78,7 @@ MORE_FAMILIES: dict[str, dict[str, Any]] = {
     "phi3": {},
     "gpt_neox": {"rotary_pct": 0.5},
     "opt": {"ffn_dim": 96, "word_embed_proj_dim": 64},
+    "gpt_oss": _LOCAL_GLOBAL | {"num_local_experts": 4, "num_experts_per_tok": 2, "rope_parameters": _YARN},
 }
 
 # Families with routed experts.

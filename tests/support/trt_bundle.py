@@ -128,11 +128,12 @@ def open_fake(
     is_rtx: bool = True,
     device: FakeDevice | None = None,
     manifest_limits: Limits | None = None,
+    cache_dtype: str = "float16",
     **options: Any,
 ) -> Fakes:
     """Write a bundle for `built` and run it on fakes; `manifest_limits` are what its manifest says instead."""
     built = built or limits()
-    manifest = write_bundle(directory, built)
+    manifest = write_bundle(directory, built, cache_dtype=cache_dtype)
     if manifest_limits is not None:
         manifest = replace(manifest, limits=manifest_limits)
     facts = read_facts(directory)

@@ -27,6 +27,7 @@ from torch.fx import GraphModule, Node
 
 from ...errors import BuildError
 from ...plugins_trt.messages import make_log
+from ...plugins_trt.moe_experts import ACTIVATIONS
 from ...plugins_trt.plugin import register
 from ...plugins_trt.tensorrt import TENSORRT, load
 from ..diagnose import diagnose
@@ -44,11 +45,24 @@ _INSTALL = (
 # By operator: its tensors, in the order of its plugin's inputs. Its other arguments are the plugin's fields.
 _TENSORS: Mapping[str, tuple[str, ...]] = {
     "paged_attention": (
-        "query", "key", "value", "k_cache", "v_cache", "block_table", "seq_lens", "query_start_loc",
+        "query", "key", "value", "k_cache", "v_cache", "block_table", "seq_lens", "query_start_loc", "sinks",
+        "alibi_slopes",
     ),
-    "int4_linear": ("x", "qweight", "scales", "zeros"),
+    "int4_linear": ("x", "qweight", "scales", "zeros", "perm"),
     "fp8_linear": ("x", "weight", "weight_scale"),
+    "moe_experts": (
+        "x", "router_weights", "expert_ids", "gate_up", "down", "gate_up_scales", "down_scales", "gate_up_zeros",
+        "down_zeros",
+    ),
 }  # fmt: skip
+# Fields that are no arguments, or not as the plugin takes them: what they are for the operator's arguments.
+_DERIVED_FIELDS: Mapping[str, Mapping[str, Callable[[Mapping[str, Any]], int]]] = {
+    "paged_attention": {
+        "has_sinks": lambda arguments: arguments["sinks"] is not None,
+        "has_alibi": lambda arguments: arguments["alibi_slopes"] is not None,
+    },
+    "moe_experts": {"activation": lambda arguments: ACTIVATIONS.index(arguments["activation"])},
+}
 
 
 def require_torch_tensorrt() -> str:
@@ -216,7 +230,11 @@ class _Converter:
             for tensor in names
             if arguments[tensor] is not None
         ]
-        fields = {field: kind(arguments[field]) for field, kind in operator.fields.items()}
+        derived = _DERIVED_FIELDS.get(operator.name, {})
+        fields = {
+            field: kind(derived[field](arguments) if field in derived else arguments[field])
+            for field, kind in operator.fields.items()
+        }
         plugin = self.creator.make_plugin(fields, is_build=True)
         layer = ctx.net.add_plugin_v3(tensors, [], plugin)
         layer.name = f"{path}/{operator.name}"

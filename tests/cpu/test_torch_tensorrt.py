@@ -19,13 +19,14 @@ from pelton.compile.profiles import Profile, ShapeRange, derive_profiles
 from pelton.compile.targets.tensorrt import PLAN_FILE, NetworkLayer, TensorRTOptions
 from pelton.compile.targets.torch_tensorrt import build_plan, require_torch_tensorrt
 from pelton.errors import BuildError
-from pelton.plugins_trt import fp8_linear, int4_linear
+from pelton.plugins_trt import fp8_linear, int4_linear, moe_experts
 from pelton.runtime.trt_facts import LOGITS, STEP_INPUTS
 from support import fake_torch_tensorrt as fake
 from support.checkpoints import tiny_checkpoint
 
 assert fp8_linear.NAME  # importing them registers the operators
 assert int4_linear.NAME
+assert moe_experts.NAME
 LIMITS = Limits(
     max_model_len=512, max_batch_size=8, max_step_tokens=64, block_size=32, kv_cache_bytes=1 << 24
 )
@@ -108,7 +109,9 @@ def test_a_plugin_gets_its_tensors_in_order_and_its_fields(built: Built) -> None
     assert [tensor.name for tensor in first.inputs[3:]] == [
         "k_caches_0", "v_caches_0", "block_table", "seq_lens", "query_start_loc"
     ]  # fmt: skip
-    assert first.plugin.fields == {"scale": 0.25, "window": 0, "soft_cap": 0.0}
+    assert first.plugin.fields == {
+        "scale": 0.25, "window": 0, "soft_cap": 0.0, "k_scale": 1.0, "v_scale": 1.0, "has_sinks": 0, "has_alibi": 0,
+    }  # fmt: skip
     assert first.plugin.is_build
 
 
@@ -146,11 +149,15 @@ FP8 = {"weight": torch.zeros(32, 64).to(torch.float8_e4m3fn), "scale": torch.one
             {**INT4, "zeros": torch.zeros(2, 32, dtype=torch.int8)}, ["qweight", "scales", "zeros"], {"group_size": 32},
         ),
         (
+            lambda x, q, s, p: torch.ops.pelton.int4_linear(x, q, s, None, 32, None, p),
+            {**INT4, "perm": torch.arange(64).int()}, ["qweight", "scales", "perm"], {"group_size": 32},
+        ),
+        (
             lambda x, w, s: torch.ops.pelton.fp8_linear(x, w, s, None),
             FP8, ["weight", "weight_scale"], {},
         ),
     ],
-    ids=["int4", "int4 with zeros", "fp8"],
+    ids=["int4", "int4 with zeros", "int4 in act-order", "fp8"],
 )  # fmt: skip
 def test_quantised_linears_become_plugins_with_constants(
     call: Any, weights: dict[str, torch.Tensor], tensors: list[str], fields: dict[str, int],
@@ -162,6 +169,24 @@ def test_quantised_linears_become_plugins_with_constants(
     assert layer.inputs[0].name == "x"
     assert [tensor.name.rpartition(".")[2].removesuffix(":0") for tensor in layer.inputs[1:]] == tensors
     assert layer.plugin.fields == fields
+
+
+def test_experts_become_a_plugin_with_their_activation_by_number(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, made = fake.install(monkeypatch)
+    stacks = {"gate_up": torch.zeros(4, 48, 64).half(), "down": torch.zeros(4, 64, 24).half()}
+
+    def call(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+        routes = x[:, :2]
+        return torch.ops.pelton.moe_experts(x, routes.float(), routes.int(), gate_up, down, "gelu_tanh")
+
+    build(quantised(call, **stacks), tmp_path)
+    (layer,) = [layer for layer in made[0].ctx.net.layers if layer.plugin is not None]
+    assert len(layer.inputs) == 5
+    names = [tensor.name.rpartition(".")[2].removesuffix(":0") for tensor in layer.inputs[3:]]
+    assert names == list(stacks)
+    assert layer.plugin.fields == {"activation": 2, "group_size": -1}
 
 
 def test_an_argument_that_the_plugin_has_no_place_for_is_refused(

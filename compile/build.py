@@ -38,6 +38,7 @@ from .merge_quantized import merge_quantized_siblings
 from .model_loading import empty_model
 from .progress import Progress
 from .proof import MAX_PROVED_WINDOW, ProofResult, Trace, compare, exported_step, record
+from .quality import DEFAULT_MAX_KL, QualityGate, QualityReport
 from .quantize import Quantization, quantize_linears
 from .quantize_experts import quantize_experts
 from .segments import PAGED_ATTENTION, attention_of, layer_prefix
@@ -70,6 +71,7 @@ class BuildRequest:
     block_size: int = 32
     kv_cache_bytes: int = DEFAULT_KV_CACHE_BYTES
     quantize: str | None = None
+    max_kl: float | None = None
     gpus: tuple[str, ...] = ()
     frontend: str | None = None
     kv_cache_dtype: str = "auto"
@@ -128,6 +130,7 @@ class BuildPlan:
             "--kv-cache-memory": limits.kv_cache_bytes,
             **self.target.command_options(),
             **({"--quantize": self.quantization.scheme} if self.quantization else {}),
+            **({} if self.request.max_kl is None else {"--max-kl": self.request.max_kl}),
             **({} if kv_cache_dtype == "auto" else {"--kv-cache-dtype": kv_cache_dtype}),
         }
         words = [word for option in options.items() for word in map(str, option)]
@@ -198,6 +201,7 @@ def resolve(request: BuildRequest) -> BuildPlan:
             **target.options(),
             "quantization": weights.facts(),
             "kv_cache_dtype": request.kv_cache_dtype,
+            "max_kl": request.max_kl,
             "sources": _source_hash(),
         },
     )
@@ -266,6 +270,8 @@ def _check_frontend(request: BuildRequest) -> None:
 
 def _quantization(request: BuildRequest) -> Quantization | None:
     if request.quantize is None:
+        if request.max_kl is not None:
+            raise BuildError("max_kl: it limits what --quantize may cost; leave it out, or quantise")
         return None
     if request.target == "cpu":
         raise BuildError("quantize: the cpu target has no quantised kernels yet; use --target tensorrt-rtx")
@@ -313,13 +319,7 @@ def _build_into(staging: Path, plan: BuildPlan, progress: Progress) -> Manifest:
     with progress.stage("load weights"):
         model = load_model(plan.checkpoint, dtype, progress.warning)
     geometry = kv_geometry(model.config)
-    if plan.quantization is not None:
-        with progress.stage(f"quantise to {plan.quantization.scheme}"):
-            prefix = layer_prefix(model, len(geometry))
-            count = quantize_linears(model, prefix, plan.quantization)
-            num_experts = quantize_experts(model, prefix, plan.quantization)
-        experts = f", the routed experts of {num_experts} layers" if num_experts else ""
-        progress.note(f"{count} linear layers{experts}")
+    report = None if plan.quantization is None else _quantize(plan, plan.quantization, model, progress)
     with progress.stage("export"):
         program = export(
             model, block_size=block_size, experts=target.experts, cache_dtype=plan.kv_cache_dtype
@@ -363,12 +363,35 @@ def _build_into(staging: Path, plan: BuildPlan, progress: Progress) -> Manifest:
             "quantization": plan.weights.facts(),
             "kv_cache": {"dtype": plan.kv_cache_name, **(scales.to_json() if scales else {})},
         },
-        quality={"proofs": [proof.to_json() for proof in proofs], "unproved_windows": unproved},
+        quality={
+            "proofs": [proof.to_json() for proof in proofs],
+            "unproved_windows": unproved,
+            "quantization": report.to_json() if report else None,
+        },
         checkpoint_hash=plan.checkpoint.content_hash,
         content_key=plan.content_key,
         build_command=plan.command,
         files={},
     )
+
+
+def _quantize(
+    plan: BuildPlan, quantization: Quantization, model: nn.Module, progress: Progress
+) -> QualityReport:
+    """Round the weights of `model` in place, and measure what that costs."""
+    config: Any = model.config
+    with progress.stage("measure the original"):
+        gate = QualityGate(model, load_tokenizer(plan.checkpoint), config)
+    with progress.stage(f"quantise to {quantization.scheme}"):
+        prefix = layer_prefix(model, config.num_hidden_layers)
+        count = quantize_linears(model, prefix, quantization)
+        num_experts = quantize_experts(model, prefix, quantization)
+    experts = f", the routed experts of {num_experts} layers" if num_experts else ""
+    progress.note(f"{count} linear layers{experts}")
+    with progress.stage("measure what it costs"):
+        report = gate.measure(model, plan.request.max_kl or DEFAULT_MAX_KL)
+    progress.note(str(report))
+    return report
 
 
 def _prove(

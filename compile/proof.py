@@ -107,15 +107,16 @@ def record(
         token_ids = tuple(random.integers(0, config.vocab_size, length) for length in lengths)
     else:
         token_ids = tuple(np.split(np.resize(text, sum(lengths)), np.cumsum(lengths)[:-1]))
-    reference = _logits(model if _is_float32(model) else _in_float32(model), token_ids)
+    reference = eager_logits(model if _is_float32(model) else _in_float32(model), token_ids)
     tolerance = _FLOAT32_TOLERANCE
     if not _is_float32(model):
-        noise = torch.cat(_logits(model, token_ids)) - torch.cat(reference)
+        noise = torch.cat(eager_logits(model, token_ids)) - torch.cat(reference)
         tolerance = _MAX_NOISE_RATIO * _rms(noise) / _rms(torch.cat(reference))
     return Trace(steps, token_ids, tuple(reference), block_size, tolerance)
 
 
-def _logits(model: nn.Module, token_ids: Sequence[np.ndarray]) -> list[Tensor]:
+def eager_logits(model: nn.Module, token_ids: Sequence[np.ndarray]) -> list[Tensor]:
+    """Logits `[tokens, vocab]` float32 of each sequence, by the model's own attention and experts in eager form."""
     model.set_attn_implementation("eager")  # type: ignore[operator]
     model.set_experts_implementation("eager")  # type: ignore[operator]
     with torch.no_grad():
@@ -156,7 +157,7 @@ def compare(
         relative_error=error,
         max_error=float(difference.abs().max()),
         top1_agreement=float((actual.argmax(-1) == expected.argmax(-1)).float().mean()),
-        kl_divergence=_kl_divergence(expected, actual),
+        kl_divergence=kl_divergence(expected, actual),
         longest_sequence=max(len(ids) for ids in trace.token_ids),
         tolerance=limit,
     )
@@ -168,7 +169,7 @@ def compare(
     return result
 
 
-def _kl_divergence(expected: Tensor, actual: Tensor) -> float:
+def kl_divergence(expected: Tensor, actual: Tensor) -> float:
     """Mean over rows of KL(expected || actual), of logits [rows, vocab]; a few rows at a time."""
     total = 0.0
     for start in range(0, len(expected), 64):

@@ -42,6 +42,11 @@ from .sizes import MEMORY
     help="Round the weights of the decoder's linear layers (targets for GPUs).",
 )
 @click.option(
+    "--max-kl",
+    type=click.FloatRange(min=0, min_open=True),
+    help="With --quantize: refuse to lose more, in nats of KL divergence from the original on text. [default: 0.5]",
+)
+@click.option(
     "--kv-cache-dtype",
     default="auto",
     show_default=True,
@@ -90,6 +95,7 @@ def command(
     gpus: tuple[str, ...],
     frontend: str | None,
     quantize: str | None,
+    max_kl: float | None,
     kv_cache_dtype: str,
     dtype: str,
     max_model_len: int | None,
@@ -121,6 +127,7 @@ def command(
         block_size=int(block_size),
         kv_cache_bytes=kv_cache_memory,
         quantize=quantize,
+        max_kl=max_kl,
         kv_cache_dtype=kv_cache_dtype,
         gpus=tuple(gpu for given in gpus for gpu in given.split(",")),
         frontend=frontend,

@@ -48,6 +48,7 @@ def command(bundle: Path, as_json: bool, layers: bool, verify: bool) -> None:
                 )
                 for proof in proofs
             ),
+            *_cost(manifest),
             ("content key", manifest.content_key),
             ("build again", build_command_into(manifest.build_command, bundle)),
         ]
@@ -64,6 +65,18 @@ def _quantisation(manifest: Manifest) -> list[tuple[str, str]]:
     """How the weights were quantised, if they were."""
     facts = manifest.engine.get("quantization")
     return [("quantisation", ", ".join(f"{name}={value}" for name, value in facts.items()))] if facts else []
+
+
+def _cost(manifest: Manifest) -> list[tuple[str, str]]:
+    """What rounding the weights cost, if the build did that."""
+    report = manifest.quality.get("quantization")
+    if not report:
+        return []
+    text = (
+        f"KL divergence {report['kl_divergence']:.3f} nats, top-1 agreement {report['top1_agreement']:.1%}, perplexity "
+        f"{report['perplexity']:.2f} (original {report['original_perplexity']:.2f}) on {report['num_tokens']} tokens"
+    )
+    return [("rounding cost", text)]
 
 
 def _kv_pages(manifest: Manifest) -> str:

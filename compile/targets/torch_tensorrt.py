@@ -41,10 +41,12 @@ _INSTALL = (
     f"`pip install torch-tensorrt=={_RELEASE}.*` beside a torch built for CUDA, or leave --frontend out"
 )
 
-# By operator: its tensors, in the order of its plugin's inputs. Its other arguments are the plugin's fields.
+# By operator: its tensors, in the order of its plugin's inputs. Its other arguments are the plugin's fields, beside
+# `has_TENSOR` for those tensors that may be left out and that the plugin could not tell apart.
 _TENSORS: Mapping[str, tuple[str, ...]] = {
     "paged_attention": (
-        "query", "key", "value", "k_cache", "v_cache", "block_table", "seq_lens", "query_start_loc",
+        "query", "key", "value", "k_cache", "v_cache", "block_table", "seq_lens", "query_start_loc", "sinks",
+        "alibi_slopes",
     ),
     "int4_linear": ("x", "qweight", "scales", "zeros"),
     "fp8_linear": ("x", "weight", "weight_scale"),
@@ -216,6 +218,7 @@ class _Converter:
             for tensor in names
             if arguments[tensor] is not None
         ]
+        arguments |= {f"has_{tensor}": arguments[tensor] is not None for tensor in names}
         fields = {field: kind(arguments[field]) for field, kind in operator.fields.items()}
         plugin = self.creator.make_plugin(fields, is_build=True)
         layer = ctx.net.add_plugin_v3(tensors, [], plugin)

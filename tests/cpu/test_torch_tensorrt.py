@@ -108,7 +108,10 @@ def test_a_plugin_gets_its_tensors_in_order_and_its_fields(built: Built) -> None
     assert [tensor.name for tensor in first.inputs[3:]] == [
         "k_caches_0", "v_caches_0", "block_table", "seq_lens", "query_start_loc"
     ]  # fmt: skip
-    assert first.plugin.fields == {"scale": 0.25, "window": 0, "soft_cap": 0.0}
+    assert first.plugin.fields == {
+        "scale": 0.25, "window": 0, "soft_cap": 0.0, "k_scale": 1.0, "v_scale": 1.0,
+        "has_sinks": 0, "has_alibi_slopes": 0,
+    }  # fmt: skip
     assert first.plugin.is_build
 
 

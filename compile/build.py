@@ -32,7 +32,7 @@ from .bundle import (
 )
 from .checkpoint import Checkpoint, load_model, load_tokenizer, open_checkpoint, write_serving_files
 from .export import KVGeometry, check_windows, export, kv_geometry
-from .kv_cache import CacheScales, calibrate, evaluation_ids, measure, quantised_dtype
+from .kv_cache import CacheScales, calibrate, engine_tolerance, evaluation_ids, measure, quantised_dtype
 from .memory import MemoryPlan
 from .merge_quantized import merge_quantized_siblings
 from .model_loading import empty_model
@@ -235,7 +235,7 @@ def _target(request: BuildRequest, kv_cache_dtype: torch.dtype | None) -> Target
             raise BuildError(
                 "gpu: cuda builds for the GPU of the machine that it runs on; --gpu is for tensorrt-rtx"
             )
-        return CudaTarget.for_this_machine(request.quantize)
+        return CudaTarget.for_this_machine(request.quantize, kv_cache_dtype)
     if request.target in (TENSORRT, TENSORRT_RTX):
         require_version(request.target)
         try:  # what it imports is an extra
@@ -342,7 +342,8 @@ def _build_into(staging: Path, plan: BuildPlan, progress: Progress) -> Manifest:
     engine = target.lower(exported, staging, progress)
     if (step := target.engine_step(staging, trace)) is not None:
         with progress.stage("check the engine against the model"):
-            proofs.append(compare(trace, step, "compiled engine"))
+            tolerance = engine_tolerance(trace, proofs[-1]) if scales else None
+            proofs.append(compare(trace, step, "compiled engine", tolerance=tolerance))
     else:
         progress.warning(f"the {target.name} engine was not run: only the exported graph was checked")
     for proof in proofs:

@@ -109,7 +109,8 @@ def _attention(
         float(scaling if scaling is not None else query.shape[-1] ** -0.5),
         int(sliding_window or 0),
         float(softcap or 0.0),
-        None if s_aux is None else s_aux.float(),
+        # A conversion that changes nothing would stand between the operator and its constant.
+        s_aux if s_aux is None or s_aux.dtype == torch.float32 else s_aux.float(),
     )
     step.new_k_caches[layer], step.new_v_caches[layer] = k_cache, v_cache
     return out[None, ..., :value_size], None

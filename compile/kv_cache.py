@@ -20,7 +20,7 @@ from torch.fx import Node
 
 from ..errors import BuildError
 from ..plugins_trt.paged_attention import FLOAT8_MAX
-from ..plugins_trt.tensorrt import TENSORRT, TENSORRT_RTX
+from ..plugins_trt.tensorrt import TENSORRT_RTX
 from .export import KVGeometry
 from .passages import CALIBRATION, EVALUATION, token_ids
 from .proof import ProofResult, Trace, compare, exported_step, flat_steps
@@ -38,6 +38,8 @@ _ROOM = {torch.float8_e4m3fn: 2.0, torch.int8: 1.25}
 _MAX_PASSAGE = 256  # tokens of a calibration text
 # What one byte may cost, as a relative error of the logits on text. Healthy models lose 0.03 to 0.1.
 _MAX_ERROR = 0.2
+# An engine that rounds elsewhere than the exported graph has a part of its error in other places.
+_MAX_ERROR_RATIO = 1.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,10 +59,10 @@ def quantised_dtype(asked: str, target: str) -> torch.dtype | None:
     """What `--kv-cache-dtype` asks for, None: pages of the model's own dtype. Raises `BuildError` naming the option."""
     if asked not in KV_CACHE_DTYPES:
         raise BuildError(f"kv_cache_dtype: {asked!r} is unknown; choose one of {', '.join(KV_CACHE_DTYPES)}")
-    if asked != "auto" and target not in (TENSORRT, TENSORRT_RTX):
+    if asked != "auto" and target == "cpu":
         raise BuildError(
-            f"kv_cache_dtype: {asked} is not supported on {target}, whose attention reads pages of the model's own "
-            f"dtype; leave it out, or build with --target {TENSORRT_RTX}"
+            f"kv_cache_dtype: {asked} is not supported on cpu, whose attention reads pages of the model's own dtype; "
+            f"leave it out, or build with --target {TENSORRT_RTX}"
         )
     return _DTYPES.get(asked)
 
@@ -110,6 +112,11 @@ def measure(
         tolerance=_MAX_ERROR,
         remedy="build with --kv-cache-dtype auto, or try the other format",
     )
+
+
+def engine_tolerance(trace: Trace, measured: ProofResult) -> float:
+    """The relative error that an engine may have against the model; `measured` is that of its graph with its pages."""
+    return max(trace.tolerance, _MAX_ERROR_RATIO * measured.relative_error)
 
 
 def _attention_nodes(program: ExportedProgram) -> Iterator[Node]:

@@ -64,7 +64,7 @@ _SCHEMAS = (
         (("out", "T"), ("k_cache_out", "C"), ("v_cache_out", "C")),
         {
             "scale": _FLOAT, "window": _INT, "soft_cap": _FLOAT, "k_scale": _FLOAT, "v_scale": _FLOAT,
-            "has_sinks": _INT, "has_alibi": _INT,
+            "has_sinks": _INT, "has_alibi_slopes": _INT,
         },
         num_required=8,
     ),
@@ -139,7 +139,7 @@ def _translations(opset: Any) -> dict[Callable[..., Any], Callable[..., Any]]:
             query, key, value, k_cache, v_cache, block_table, seq_lens, query_start_loc,
             *(tensor for tensor in (sinks, alibi_slopes) if tensor is not None),
             scale=scale, window=window, soft_cap=soft_cap, k_scale=k_scale, v_scale=v_scale,
-            has_sinks=int(sinks is not None), has_alibi=int(alibi_slopes is not None),
+            has_sinks=int(sinks is not None), has_alibi_slopes=int(alibi_slopes is not None),
         )  # fmt: skip
 
     def int4_linear(

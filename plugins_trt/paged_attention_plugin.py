@@ -1,7 +1,8 @@
 """`pelton::paged_attention` as a TensorRT plugin; the contract stands in `paged_attention.py`.
 
 Inputs are the operator's tensors in its order. Sinks and ALiBi slopes, float32, follow each other without a gap: an
-input cannot be left out in the middle, so the attributes `has_sinks` and `has_alibi` say which of them there are.
+input cannot be left out in the middle, so the attributes `has_sinks` and `has_alibi_slopes` say which of them there
+are.
 
 Registering it needs no torch: what does is imported when TensorRT asks.
 """
@@ -60,7 +61,7 @@ def _problem(inputs: Sequence[Described], fields: Fields, arch: int) -> Problem:
         has_window=fields["window"] > 0,
         has_soft_cap=fields["soft_cap"] > 0,
         has_sinks=bool(fields["has_sinks"]),
-        has_alibi=bool(fields["has_alibi"]),
+        has_alibi=bool(fields["has_alibi_slopes"]),
     )
 
 
@@ -124,7 +125,7 @@ def _per_head(tensors: Sequence[Tensor], fields: Fields) -> tuple[Tensor | None,
     """Sinks and ALiBi slopes among the inputs that follow the others."""
     rest = iter(tensors)
     sinks = next(rest) if fields["has_sinks"] else None
-    return sinks, next(rest) if fields["has_alibi"] else None
+    return sinks, next(rest) if fields["has_alibi_slopes"] else None
 
 
 @cache
@@ -167,7 +168,7 @@ PAGED_ATTENTION_PLUGIN = Operator(
         "k_scale": float,
         "v_scale": float,
         "has_sinks": int,
-        "has_alibi": int,
+        "has_alibi_slopes": int,
     },
     accepts=_accepts,
     tactics=_tactics,

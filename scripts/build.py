@@ -51,7 +51,7 @@ from .sizes import MEMORY
     default="auto",
     show_default=True,
     type=click.Choice(["auto", "fp8", "int8"]),
-    help="KV pages of one byte an element, with scales measured on text (TensorRT targets); auto: as --dtype.",
+    help="KV pages of one byte an element, with scales measured on text (GPU targets); auto: as --dtype.",
 )
 @click.option(
     "--dtype",

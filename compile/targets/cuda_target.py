@@ -35,7 +35,8 @@ _PARTIAL_ROWS = 1024 * 128
 
 
 class CudaTarget:
-    """`Target` on AOTInductor and Triton. `gpu` is the compute capability of `device`, such as `9.0`.
+    """`Target` on AOTInductor and Triton. `gpu` is the compute capability of `device`, such as `9.0`; `cache_dtype` is
+    that of the KV pages, None: the model's own.
 
     On a `device` of type `cpu`, where tests run, operators and attention are the PyTorch references.
     """
@@ -44,12 +45,13 @@ class CudaTarget:
     dtypes: tuple[str, ...] = ("float16", "bfloat16")
     experts = PELTON
 
-    def __init__(self, device: torch.device, gpu: str) -> None:
+    def __init__(self, device: torch.device, gpu: str, cache_dtype: torch.dtype | None = None) -> None:
         self._device = device
+        self._cache_dtype = cache_dtype
         self._gpu = gpu
 
     @classmethod
-    def for_this_machine(cls, scheme: str | None) -> CudaTarget:
+    def for_this_machine(cls, scheme: str | None, cache_dtype: torch.dtype | None) -> CudaTarget:
         """For the first GPU. Raises `BuildError` saying what is missing, or that the GPU cannot run `scheme`."""
         if torch.version.cuda is None:
             raise BuildError(
@@ -74,7 +76,7 @@ class CudaTarget:
         gpu = f"{major}.{minor}"
         if reason := unsupported_reason(gpu, scheme):
             raise BuildError(reason)
-        return cls(device, gpu)
+        return cls(device, gpu, cache_dtype)
 
     def compiler(self) -> str:
         """Inductor with its C++ compiler and Triton."""
@@ -95,7 +97,7 @@ class CudaTarget:
     def plan_memory(
         self, config: Any, facts: ModelFacts, limits: Limits, dtype: torch.dtype, weights: int
     ) -> MemoryPlan:
-        plan = plan_gpu_memory(facts, limits, dtype, weights, dtype)
+        plan = plan_gpu_memory(facts, limits, dtype, weights, self._cache_dtype or dtype)
         rows = num_logits_rows(limits, facts.vocab_size)
         return MemoryPlan(
             weights=plan.weights,

@@ -42,7 +42,8 @@ _INSTALL = (
     f"`pip install torch-tensorrt=={_RELEASE}.*` beside a torch built for CUDA, or leave --frontend out"
 )
 
-# By operator: its tensors, in the order of its plugin's inputs. Its other arguments are the plugin's fields.
+# By operator: its tensors, in the order of its plugin's inputs. Its other arguments are the plugin's fields, beside
+# `has_TENSOR` for those tensors that may be left out and that the plugin could not tell apart.
 _TENSORS: Mapping[str, tuple[str, ...]] = {
     "paged_attention": (
         "query", "key", "value", "k_cache", "v_cache", "block_table", "seq_lens", "query_start_loc", "sinks",
@@ -55,14 +56,6 @@ _TENSORS: Mapping[str, tuple[str, ...]] = {
         "down_zeros",
     ),
 }  # fmt: skip
-# Fields that are no arguments, or not as the plugin takes them: what they are for the operator's arguments.
-_DERIVED_FIELDS: Mapping[str, Mapping[str, Callable[[Mapping[str, Any]], int]]] = {
-    "paged_attention": {
-        "has_sinks": lambda arguments: arguments["sinks"] is not None,
-        "has_alibi": lambda arguments: arguments["alibi_slopes"] is not None,
-    },
-    "moe_experts": {"activation": lambda arguments: ACTIVATIONS.index(arguments["activation"])},
-}
 
 
 def require_torch_tensorrt() -> str:
@@ -230,11 +223,10 @@ class _Converter:
             for tensor in names
             if arguments[tensor] is not None
         ]
-        derived = _DERIVED_FIELDS.get(operator.name, {})
-        fields = {
-            field: kind(derived[field](arguments) if field in derived else arguments[field])
-            for field, kind in operator.fields.items()
-        }
+        arguments |= {f"has_{tensor}": arguments[tensor] is not None for tensor in names}
+        if "activation" in arguments:
+            arguments["activation"] = ACTIVATIONS.index(arguments["activation"])
+        fields = {field: kind(arguments[field]) for field, kind in operator.fields.items()}
         plugin = self.creator.make_plugin(fields, is_build=True)
         layer = ctx.net.add_plugin_v3(tensors, [], plugin)
         layer.name = f"{path}/{operator.name}"

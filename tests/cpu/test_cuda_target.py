@@ -154,6 +154,23 @@ def test_windows_and_soft_caps_reach_the_attention(cuda_bundles: dict[str, Path]
     assert [(a.window, a.soft_cap) for a in attentions] == [(8, 2.0), (0, 2.0)]
 
 
+def test_sinks_and_pages_of_one_byte_reach_the_attention(tmp_path: Path) -> None:
+    """The build has compared the engine with the model: a wrong sink or scale would have failed it."""
+    layers = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8}
+    checkpoint = tiny_checkpoint("granite_swa", tmp_path / "checkpoint", **layers)
+    bundle = build_on_host(checkpoint, tmp_path / "bundle", dtype="float32", kv_cache_dtype="int8")
+    manifest = read_manifest(bundle)
+    graph, measured, engine = manifest.quality["proofs"]
+    assert graph["relative_error"] < 1e-5
+    assert engine["relative_error"] == pytest.approx(measured["relative_error"], rel=0.1)
+    attentions = [a for piece in program(bundle).pieces for a in piece.attentions]
+    assert [a.k_scale for a in attentions] == manifest.engine["kv_cache"]["k_scales"]
+    assert all(a.sinks is not None for a in attentions)
+    executor = open_on_host(bundle)
+    assert executor.limits.num_blocks == (2 << 20) // (2 * 2 * BLOCK * 2 * 16)
+    assert "--kv-cache-dtype int8" in manifest.build_command
+
+
 def logits(executor: CudaExecutor, *sequences: Any, **options: Any) -> np.ndarray:
     output = executor.execute(flat_step(*sequences, **options)).logits
     assert isinstance(

@@ -73,7 +73,7 @@ def step(tokens: int, batch: int) -> list[Described]:
 
 
 FIELDS = {
-    "scale": 0.1, "window": 0, "soft_cap": 0.0, "k_scale": 1.0, "v_scale": 1.0, "has_sinks": 0, "has_alibi": 0,
+    "scale": 0.1, "window": 0, "soft_cap": 0.0, "k_scale": 1.0, "v_scale": 1.0, "has_sinks": 0, "has_alibi_slopes": 0,
 }  # fmt: skip
 
 
@@ -100,7 +100,7 @@ def test_sinks_and_slopes_are_told_apart(
     has_sinks: int, has_alibi: int, expected: tuple[int | None, int | None]
 ) -> None:
     given = [torch.zeros(4), torch.ones(4)][: has_sinks + has_alibi]
-    found = _per_head(given, FIELDS | {"has_sinks": has_sinks, "has_alibi": has_alibi})
+    found = _per_head(given, FIELDS | {"has_sinks": has_sinks, "has_alibi_slopes": has_alibi})
     for tensor, index in zip(found, expected, strict=True):
         assert (tensor is None) if index is None else (tensor is given[index])
 

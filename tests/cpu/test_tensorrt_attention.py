@@ -103,7 +103,7 @@ def test_sinks_and_slopes_are_inputs_of_the_plugin(has_sinks: bool, has_alibi: b
     assert len(node.input) == 8 + has_sinks + has_alibi
     assert attributes == {
         "scale": 0.25, "window": 0, "soft_cap": 0.0, "k_scale": 0.5, "v_scale": 0.25,
-        "has_sinks": has_sinks, "has_alibi": has_alibi,
+        "has_sinks": has_sinks, "has_alibi_slopes": has_alibi,
     }  # fmt: skip
 
     ranges = {

@@ -110,7 +110,8 @@ def test_a_plugin_gets_its_tensors_in_order_and_its_fields(built: Built) -> None
         "k_caches_0", "v_caches_0", "block_table", "seq_lens", "query_start_loc"
     ]  # fmt: skip
     assert first.plugin.fields == {
-        "scale": 0.25, "window": 0, "soft_cap": 0.0, "k_scale": 1.0, "v_scale": 1.0, "has_sinks": 0, "has_alibi": 0,
+        "scale": 0.25, "window": 0, "soft_cap": 0.0, "k_scale": 1.0, "v_scale": 1.0,
+        "has_sinks": 0, "has_alibi_slopes": 0,
     }  # fmt: skip
     assert first.plugin.is_build
 

@@ -28,14 +28,14 @@ class HostTarget(CudaTarget):
 
     dtypes = ("float32", "float16")
 
-    def __init__(self) -> None:
-        super().__init__(torch.device("cpu"), "9.0")
+    def __init__(self, cache_dtype: torch.dtype | None) -> None:
+        super().__init__(torch.device("cpu"), "9.0", cache_dtype)
 
 
 def build_on_host(checkpoint: Path, output: Path, **request: Any) -> Path:
     """The real build, with its proofs, of everything but device code; an unchanged bundle is found."""
     own = build_module._target
-    build_module._target = lambda _: HostTarget()  # type: ignore[assignment]
+    build_module._target = lambda _, cache_dtype: HostTarget(cache_dtype)  # type: ignore[assignment]
     try:
         options = {"block_size": BLOCK, **_LIMITS, **request}
         plan = build_module.resolve(

@@ -99,6 +99,11 @@ _RULES = (
         "the family cannot be lowered to TensorRT; build it with --target cpu, and report it",
     ),
     _rule(
+        r"only float32 or float16 input is supported",
+        "TensorRT has this operator in float16 and float32 only",
+        "build it with --dtype float16",
+    ),
+    _rule(
         r"unsupported|not supported|Assertion failed",
         "TensorRT does not support this operator in this form",
         "build it with --target cpu, and report it",

@@ -79,6 +79,13 @@ def _attention(
         raise BuildError(f"{type(module).__name__} does not know its layer: this family is not supported")
     if layer in step.new_k_caches:
         raise BuildError(f"layer {layer} attends more than once: not supported")
+    for kind, rows, pages in (("keys", key, step.k_caches[layer]), ("values", value, step.v_caches[layer])):
+        has, wanted = (rows.shape[1], rows.shape[3]), (pages.shape[2], pages.shape[3])
+        if has != wanted:
+            raise BuildError(
+                f"layer {layer} of {type(module).__name__}: its {kind} are {has[0]} heads of {has[1]} elements, by its "
+                f"config they should be {wanted[0]} of {wanted[1]}: not supported"
+            )
     out, k_cache, v_cache = paged_attention(
         query[0].transpose(0, 1),
         key[0].transpose(0, 1),

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import BuildError
+from ...interrupts import held_interrupts
 from ...plugins_trt.fp8_linear import unsupported_reason as fp8_unsupported_reason
 from ...plugins_trt.fp8_linear_plugin import FP8_LINEAR_PLUGIN
 from ...plugins_trt.int4_linear_plugin import INT4_LINEAR_PLUGIN
@@ -67,14 +68,12 @@ def check_gpus(target: str, gpus: Sequence[str], scheme: str | None = None) -> t
                 "gpu: TensorRT builds for the GPU of the machine that it runs on; --gpu is for tensorrt-rtx"
             )
         return ()
+    able = [gpu for gpu in RTX_COMPUTE_CAPABILITIES if _unable(gpu, scheme) is None]
     for gpu in gpus:
         if gpu not in RTX_COMPUTE_CAPABILITIES:
             raise BuildError(
-                f"gpu: {gpu!r} is not a compute capability that TensorRT-RTX builds for; "
-                f"choose among {', '.join(RTX_COMPUTE_CAPABILITIES)}"
+                f"gpu: {gpu!r} is not a compute capability that TensorRT-RTX builds for; choose among {', '.join(able)}"
             )
-    able = [gpu for gpu in RTX_COMPUTE_CAPABILITIES if _unable(gpu, scheme) is None]
-    for gpu in gpus:
         if (reason := _unable(gpu, scheme)) is not None:
             raise BuildError(f"gpu: {gpu} {reason}")
     return tuple(sorted(set(gpus) or able, key=_capability))
@@ -125,9 +124,11 @@ def build_plan(
         )
     config = _configure(trt, builder, network, profiles, options, target)
     cache = _use_timing_cache(config, timing_cache)
-    monitor = _make_monitor(trt, on_progress)
-    config.progress_monitor = monitor
-    plan = builder.build_serialized_network(network, config)
+    with held_interrupts() as is_interrupted:
+        # Cancelled in the middle, TensorRT-RTX 1.7 corrupts the heap of the process; its builds are the short ones.
+        monitor = _make_monitor(trt, on_progress, is_interrupted, can_cancel=target != TENSORRT_RTX)
+        config.progress_monitor = monitor
+        plan = builder.build_serialized_network(network, config)
     if monitor.interrupt is not None:
         raise monitor.interrupt
     if plan is None:
@@ -181,27 +182,35 @@ def _make_log(trt: Any) -> Any:
     return Log()
 
 
-def _make_monitor(trt: Any, on_progress: Callable[[str], None]) -> Any:
+def _make_monitor(
+    trt: Any, on_progress: Callable[[str], None], is_interrupted: Callable[[], bool], *, can_cancel: bool
+) -> Any:
     class Monitor(trt.IProgressMonitor):  # type: ignore[misc]
-        """Shows the outermost phases; Ctrl-C is kept until the builder has stopped."""
+        """Shows the outermost phases. Ctrl-C stops a builder that can be cancelled at its next step; the others finish,
+        and are said to. What `on_progress` raises is kept in `interrupt`: it must not pass through C++ frames.
+        """
 
         def __init__(self) -> None:
             super().__init__()
             self.interrupt: BaseException | None = None
+            self.has_said = False
 
         def phase_start(self, phase_name: str, parent_phase: str | None, num_steps: int) -> None:
-            self._guard(lambda: on_progress(phase_name) if parent_phase is None else None)
+            if parent_phase is None:
+                self._say(phase_name)
 
         def phase_finish(self, phase_name: str) -> None: ...
 
         def step_complete(self, phase_name: str, step: int) -> bool:
-            self._guard(lambda: None)
-            return self.interrupt is None
+            if is_interrupted() and not self.has_said:
+                self.has_said = True
+                self._say("interrupted: stopping" + ("" if can_cancel else " when the builder is done"))
+            return not can_cancel or (self.interrupt is None and not is_interrupted())
 
-        def _guard(self, action: Callable[[], None]) -> None:
+        def _say(self, text: str) -> None:
             try:
-                action()
-            except BaseException as error:  # an exception must not pass through the builder's C++ frames
+                on_progress(text)
+            except BaseException as error:
                 self.interrupt = error
 
     return Monitor()

@@ -9,13 +9,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 
-from ...errors import BuildError
 from ...plugins_trt.tensorrt import require_version
 from ..bundle import HostNeeds, Limits, ModelFacts
-from ..export import KVGeometry
+from ..export import KVGeometry, kv_geometry
 from ..memory import MemoryPlan, plan_gpu_memory
 from ..onnx_graph import write_onnx
 from ..profiles import derive_profiles
@@ -29,10 +27,6 @@ from .tensorrt import (
     check_gpus,
     write_engine_facts,
 )
-
-# While a plan is made, weights exist in the ONNX file's mapping, in the builder and in the plan.
-_WEIGHT_COPIES = 3
-_BUILD_OVERHEAD = 1 << 30
 
 
 class TensorRTTarget:
@@ -57,7 +51,10 @@ class TensorRTTarget:
         return {"--gpu": ",".join(self._options.gpus)} if self._options.gpus else {}
 
     def plan_memory(self, config: Any, facts: ModelFacts, limits: Limits, dtype: torch.dtype) -> MemoryPlan:
-        return plan_gpu_memory(facts, limits, dtype)
+        memory = plan_gpu_memory(facts, limits, dtype)
+        if memory.num_blocks:  # what no profile can hold is refused before the model is loaded
+            derive_profiles(limits, kv_geometry(config), memory.num_blocks)
+        return memory
 
     def explain(
         self, geometry: tuple[KVGeometry, ...], limits: Limits, num_blocks: int
@@ -88,7 +85,6 @@ class TensorRTTarget:
             with progress.stage("convert to ONNX"):
                 graph = write_onnx(exported.program, Path(work))
             exported.release()  # from here on the weights are in the file
-            self._check_host_memory(Path(work), progress)
             with progress.stage(f"build with {self.name}"):
                 layers = build_plan(
                     self.name, graph, profiles, self._options, directory,
@@ -104,22 +100,6 @@ class TensorRTTarget:
 
     def engine_step(self, directory: Path, trace: Trace) -> StepFunction | None:
         return None
-
-    def _check_host_memory(self, work: Path, progress: Progress) -> None:
-        """Say what the builder will need; refuse when it is more than the machine has in all."""
-        weights = sum(path.stat().st_size for path in work.iterdir())
-        needed = _WEIGHT_COPIES * weights + _BUILD_OVERHEAD
-        memory = psutil.virtual_memory()
-        progress.note(
-            f"the builder needs up to {format_bytes(needed)}, {format_bytes(memory.available)} are free"
-        )
-        if needed > memory.total:
-            raise BuildError(
-                f"host memory: the builder needs up to {format_bytes(needed)} and this machine has "
-                f"{format_bytes(memory.total)}; build on a larger one, or with --quantize int4"
-            )
-        if needed > memory.available:
-            progress.warning("less memory is free than the builder may need: the system may end it")
 
 
 def _timing_cache(compiler: str) -> Path:

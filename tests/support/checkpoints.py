@@ -87,14 +87,16 @@ def tiny_checkpoint(
 ) -> Path:
     """Write a two-layer checkpoint of a transformers model type with its tokenizer; return `path`.
 
-    `FAMILIES` and `MORE_FAMILIES` have the settings that make a family's own features matter at this size.
+    `FAMILIES` and `MORE_FAMILIES` have the settings that make a family's own features matter at this size. An override
+    of None leaves a setting out.
     """
     return _write(tiny_model(family, seed=seed, **config_overrides).to(dtype), path, max_shard_size)
 
 
 def tiny_model(family: str, *, seed: int = 0, **config_overrides: Any) -> PreTrainedModel:
     """The model of `tiny_checkpoint`, in float32 and in eval mode."""
-    options = _COMMON | (FAMILIES | MORE_FAMILIES).get(family, {}) | config_overrides
+    settings = _COMMON | (FAMILIES | MORE_FAMILIES).get(family, {}) | config_overrides
+    options = {name: value for name, value in settings.items() if value is not None}
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **options))
     _randomise(model, seed)
     return model.eval()

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ...plugins_trt.tensorrt import require_version
+from ...plugins_trt.tensorrt import TENSORRT_RTX, require_version
 from ..bundle import HostNeeds, Limits, ModelFacts
 from ..export import KVGeometry, kv_geometry
 from ..memory import MemoryPlan, plan_gpu_memory
@@ -88,7 +88,7 @@ class TensorRTTarget:
             with progress.stage(f"build with {self.name}"):
                 layers = build_plan(
                     self.name, graph, profiles, self._options, directory,
-                    timing_cache=_timing_cache(self.compiler()), on_progress=progress.note,
+                    timing_cache=self._timing_cache(), on_progress=progress.note,
                 )  # fmt: skip
         write_engine_facts(directory, profiles, layers, facts)
         num_plugins = sum(layer.kind.startswith("pelton::") for layer in layers)
@@ -101,8 +101,9 @@ class TensorRTTarget:
     def engine_step(self, directory: Path, trace: Trace) -> StepFunction | None:
         return None
 
-
-def _timing_cache(compiler: str) -> Path:
-    """Where kernels' timings are kept between builds, per compiler version."""
-    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return root / "pelton" / f"{compiler.replace(' ', '-')}.timing"
+    def _timing_cache(self) -> Path | None:
+        """Where kernels' timings are kept between builds, per compiler version. TensorRT-RTX times nothing."""
+        if self.name == TENSORRT_RTX:
+            return None
+        root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        return root / "pelton" / f"{self.compiler().replace(' ', '-')}.timing"

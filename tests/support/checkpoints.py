@@ -70,8 +70,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
 # Families that only targets with an ONNX graph are tested with.
 MORE_FAMILIES: dict[str, dict[str, Any]] = {
     "phi3": {},
-    "gpt_neox": {"rotary_pct": 0.5},
-    "opt": {"ffn_dim": 96, "word_embed_proj_dim": 64},
+    "gpt_neox": {"rotary_pct": 0.5, "num_key_value_heads": None},
+    "opt": {"ffn_dim": 96, "word_embed_proj_dim": 64, "num_key_value_heads": None},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
 }
 

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
 
 @contextmanager
-def held_interrupts() -> Iterator[None]:
-    """Hold SIGINT back until the block ends, however it ends; then it acts as it does outside.
+def held_interrupts() -> Iterator[Callable[[], bool]]:
+    """Hold SIGINT back until the block ends, however it ends; then it acts as it does outside. Gives a function that
+    says whether one is held.
 
     For imports: transformers and others take a KeyboardInterrupt in the middle of one for a module that is missing,
-    and go on or fail with another error. Outside the main thread, and where SIGINT is ignored, nothing is held.
+    and go on or fail with another error; and for C++ code whose frames an exception must not cross. Outside the main
+    thread, and where SIGINT is ignored, nothing is held.
     """
     previous = _handler()
     if previous is None:
-        yield
+        yield lambda: False
         return
     num_held = 0
 
@@ -28,7 +30,7 @@ def held_interrupts() -> Iterator[None]:
 
     signal.signal(signal.SIGINT, hold)
     try:
-        yield
+        yield lambda: num_held > 0
     finally:
         signal.signal(signal.SIGINT, previous)
         if num_held:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import shlex
@@ -32,11 +33,12 @@ from .bundle import (
 )
 from .checkpoint import Checkpoint, load_model, load_tokenizer, open_checkpoint, write_serving_files
 from .export import KVGeometry, check_windows, export, kv_geometry
+from .host_memory import check_host_memory
 from .kv_cache import CacheScales, calibrate, engine_tolerance, evaluation_ids, measure, quantised_dtype
-from .memory import MemoryPlan
+from .memory import MemoryPlan, build_memory
 from .merge_quantized import merge_quantized_siblings
 from .model_loading import empty_model
-from .progress import Progress
+from .progress import Progress, format_bytes
 from .proof import MAX_PROVED_WINDOW, ProofResult, Trace, compare, exported_step, record
 from .quality import DEFAULT_MAX_KL, QualityGate, QualityReport
 from .quantize import Quantization, quantize_linears
@@ -52,6 +54,10 @@ FRONTENDS = ("onnx", TORCH_TENSORRT)
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 DEFAULT_MAX_MODEL_LEN = 8192
 DEFAULT_KV_CACHE_BYTES = 1 << 30
+# numpy's short writes of a weight have no number.
+_DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, None)
+# Weights on the disk at once: in the file that a compiler reads and in the engine, with something to spare.
+_DISK_COPIES = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +103,11 @@ class BuildPlan:
     versions: Versions
     content_key: str
     warnings: tuple[str, ...]
+
+    @property
+    def build_memory(self) -> int:
+        """Bytes of host memory that the build itself needs at most."""
+        return build_memory(self.facts, getattr(torch, self.dtype), self.memory.weights)
 
     def explain(self) -> list[tuple[str, str]]:
         """Rows (name, text) on how weights are quantised and what the target derives from the limits."""
@@ -301,16 +312,28 @@ def default_output(model: str, target: str, weights: str) -> Path:
 
 
 def build(plan: BuildPlan, progress: Progress, *, force: bool = False) -> tuple[Manifest, bool]:
-    """Make the bundle, or find it unchanged (True). It appears whole or not at all. Raises `BuildError`."""
+    """Make the bundle, or find it unchanged (True). It appears whole or not at all.
+
+    Raises `BuildError`, before anything is loaded where this machine has too little memory for the build.
+    """
     output = plan.output
     if not force and (unchanged := find_unchanged(output, plan.content_key)) is not None:
         return unchanged, True
-    with staged_bundle(output) as staging:
-        manifest = _build_into(staging, plan, progress)
-        with progress.stage("write bundle"):
-            write_serving_files(plan.checkpoint, staging)
-            manifest = replace(manifest, files=record_files(staging))
-            write_manifest(manifest, staging)
+    check_host_memory(plan.build_memory, progress)
+    try:
+        with staged_bundle(output) as staging:
+            manifest = _build_into(staging, plan, progress)
+            with progress.stage("write bundle"):
+                write_serving_files(plan.checkpoint, staging)
+                manifest = replace(manifest, files=record_files(staging))
+                write_manifest(manifest, staging)
+    except OSError as error:
+        if error.errno not in _DISK_FULL:
+            raise
+        raise BuildError(
+            f"{output}: what the build writes does not fit on the disk ({error.strerror or error}); it needs up to "
+            f"{format_bytes(_DISK_COPIES * plan.memory.weights)} there: free some, or choose another --output"
+        ) from error
     return manifest, False
 
 

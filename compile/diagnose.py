@@ -92,6 +92,10 @@ _WORDS: Mapping[Meaning, tuple[str, str]] = {
         "TensorRT has no kernel for this layer with these shapes and dtypes on this target",
         "try --dtype float16, another --gpu, or smaller limits",
     ),
+    Meaning.ONLY_FLOAT16: (
+        "TensorRT has this operator in float16 and float32 only",
+        "build it with --dtype float16",
+    ),
     Meaning.UNSUPPORTED: (
         "TensorRT does not support this operator in this form",
         "build it with --target cpu, and report it",

@@ -83,6 +83,25 @@ def plan_gpu_memory(
     )
 
 
+# Python, torch and the compiler's libraries; the graph as objects.
+_BUILD_BASE_BYTES = 1 << 30
+# Weights in the file that a compiler reads, in its network, folded and laid out anew, and in what it writes: with
+# SmolLM2, TensorRT-RTX added 4.7 times the weights, and Inductor 5.3.
+_COMPILER_COPIES = 6
+# While the export is proved: the model, and its copy in float32.
+_PROOF_COPIES = 3
+_PROOF_ROWS = 1024
+
+
+def build_memory(facts: ModelFacts, dtype: torch.dtype, engine: int) -> int:
+    """Host memory that a build of an engine with `engine` bytes of weights needs at its peak, in bytes: an upper bound,
+    known before anything is loaded.
+    """
+    weights = facts.num_parameters * dtype.itemsize
+    logits = _PROOF_ROWS * facts.vocab_size * 4
+    return _BUILD_BASE_BYTES + logits + max(_PROOF_COPIES * weights, _COMPILER_COPIES * engine)
+
+
 def _activation_bytes(facts: ModelFacts, limits: Limits, item: int, *, has_tiles: bool) -> int:
     heads, kv_heads, head_dim = facts.num_attention_heads, facts.num_kv_heads, facts.head_dim
     pages, tokens = limits.max_blocks_per_sequence, limits.max_step_tokens

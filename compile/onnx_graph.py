@@ -26,6 +26,7 @@ from ..plugins_trt.moe_experts import ACTIVATIONS
 from ..plugins_trt.plugin import NAMESPACE
 from .experts import MOE_EXPERTS
 from .export import first_line
+from .onnx_passes import released_weights, simplify
 from .segments import PAGED_ATTENTION
 
 # Imported to register the operators.
@@ -106,15 +107,31 @@ def write_onnx(program: ExportedProgram, directory: Path) -> Path:
                 program,
                 dynamo=True,
                 custom_translation_table=translations,
-                optimize=True,
+                optimize=False,
                 verify=False,
                 opset_version=OPSET,
                 verbose=False,
             )
     except Exception as error:
-        raise BuildError(f"the exported graph cannot be converted to ONNX: {first_line(error)}") from error
+        raise _not_convertible(error) from error
     assert converted is not None
-    graph = converted.model.graph
+    with released_weights(converted.model):
+        try:
+            simplify(converted.model)
+        except Exception as error:
+            raise _not_convertible(error) from error
+        _name(converted.model.graph)
+        path = directory / GRAPH_FILE
+        converted.save(path, external_data=True)
+    return path
+
+
+def _not_convertible(error: Exception) -> BuildError:
+    return BuildError(f"the exported graph cannot be converted to ONNX: {first_line(error)}")
+
+
+def _name(graph: Any) -> None:
+    """Name nodes after HF modules, and outputs after what they are."""
     for node in graph:
         node.name = _hf_name(node) or node.name
     _make_names_unique(graph)
@@ -122,9 +139,6 @@ def write_onnx(program: ExportedProgram, directory: Path) -> Path:
     names = ["logits", *(f"{kind}_caches_{i}_out" for kind in "kv" for i in range(num_layers))]
     for output, name in zip(graph.outputs, names, strict=True):
         output.name = name
-    path = directory / GRAPH_FILE
-    converted.save(path, external_data=True)
-    return path
 
 
 def _translations(opset: Any) -> dict[Callable[..., Any], Callable[..., Any]]:

@@ -56,7 +56,9 @@ class QualityGate:
         # A text of one token predicts nothing.
         self._texts = [ids[:longest] for ids in texts if len(ids) > 1]
         if not self._texts:
-            raise BuildError("quantize: the tokenizer makes no text of two tokens, so nothing can be measured")
+            raise BuildError(
+                "quantize: the tokenizer makes no text of two tokens, so nothing can be measured"
+            )
         self._reference = self._logits(model)
 
     def measure(self, model: nn.Module, max_kl: float) -> QualityReport:

@@ -31,6 +31,7 @@ class Meaning(Enum):
     SIZE_AT_RUN_TIME = auto()
     MEMORY = auto()
     NO_KERNEL = auto()
+    ONLY_FLOAT16 = auto()
     UNSUPPORTED = auto()
     DRIVER = auto()
 
@@ -100,6 +101,7 @@ _RULES = tuple(
             r"requested amount of (gpu )?memory",
         ),
         (Meaning.NO_KERNEL, r"(could not find any|no) implementation|failed to find.*tactic"),
+        (Meaning.ONLY_FLOAT16, r"only float32 or float16 input is supported"),
         (Meaning.UNSUPPORTED, r"unsupported|not supported|assertion failed|is not consumed by"),
         (
             Meaning.DRIVER,

@@ -177,6 +177,7 @@ def _show_plan(plan: object) -> None:
         ),
         ("activations", f"{format_bytes(memory.activations)} at most"),
         ("total", f"{format_bytes(memory.total)}"),
+        ("build", f"{format_bytes(plan.build_memory)} of host memory at most"),
         *plan.explain(),
         ("content key", plan.content_key[:12]),
         ("command", build_command_into(plan.command, plan.output)),

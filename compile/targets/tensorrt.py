@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import BuildError
+from ...interrupts import held_interrupts
 from ...plugins_trt.fp8_linear import unsupported_reason as fp8_unsupported_reason
 from ...plugins_trt.fp8_linear_plugin import FP8_LINEAR_PLUGIN
 from ...plugins_trt.int4_linear_plugin import INT4_LINEAR_PLUGIN
@@ -75,14 +76,12 @@ def check_gpus(target: str, gpus: Sequence[str], scheme: str | None = None) -> t
                 "gpu: TensorRT builds for the GPU of the machine that it runs on; --gpu is for tensorrt-rtx"
             )
         return ()
+    able = [gpu for gpu in RTX_COMPUTE_CAPABILITIES if _unable(gpu, scheme) is None]
     for gpu in gpus:
         if gpu not in RTX_COMPUTE_CAPABILITIES:
             raise BuildError(
-                f"gpu: {gpu!r} is not a compute capability that TensorRT-RTX builds for; "
-                f"choose among {', '.join(RTX_COMPUTE_CAPABILITIES)}"
+                f"gpu: {gpu!r} is not a compute capability that TensorRT-RTX builds for; choose among {', '.join(able)}"
             )
-    able = [gpu for gpu in RTX_COMPUTE_CAPABILITIES if _unable(gpu, scheme) is None]
-    for gpu in gpus:
         if (reason := _unable(gpu, scheme)) is not None:
             raise BuildError(f"gpu: {gpu} {reason}")
     return tuple(sorted(set(gpus) or able, key=_capability))
@@ -152,9 +151,11 @@ def build_network(
     """Compile a network, whoever made it, as `build_plan` does; `log` has what TensorRT says to `builder`."""
     config = _configure(trt, builder, network, log, profiles, options, target)
     cache = _use_timing_cache(config, timing_cache)
-    monitor = make_monitor(trt, on_progress)
-    config.progress_monitor = monitor
-    plan = builder.build_serialized_network(network, config)
+    with held_interrupts() as is_interrupted:
+        # Cancelled in the middle, TensorRT-RTX 1.7 corrupts the heap of the process; its builds are the short ones.
+        monitor = make_monitor(trt, on_progress, is_interrupted, can_cancel=target != TENSORRT_RTX)
+        config.progress_monitor = monitor
+        plan = builder.build_serialized_network(network, config)
     if monitor.interrupt is not None:
         raise monitor.interrupt
     if plan is None:

@@ -50,11 +50,14 @@ class Phases:
         return ": ".join(map(str, shown))
 
 
-def make_monitor(trt: Any, on_progress: Callable[[str], None]) -> Any:
+def make_monitor(
+    trt: Any, on_progress: Callable[[str], None], is_interrupted: Callable[[], bool], *, can_cancel: bool
+) -> Any:
     """A monitor that calls `on_progress` with the line whenever it changes.
 
-    What is raised meanwhile, Ctrl-C above all, must not pass through the builder's C++ frames: it stops the builder at
-    its next step and is kept in `interrupt`, for the caller to raise.
+    A builder that can be cancelled stops at its next step once `is_interrupted`; another goes on to its end, and the
+    line says so. What `on_progress` raises must not pass through the builder's C++ frames: it is kept in `interrupt`,
+    for the caller to raise.
     """
 
     class Monitor(trt.IProgressMonitor):  # type: ignore[misc]
@@ -74,16 +77,21 @@ def make_monitor(trt: Any, on_progress: Callable[[str], None]) -> Any:
 
         def step_complete(self, phase_name: str, step: int) -> bool:
             self._update(lambda: self.phases.complete(phase_name, step))
-            return self.interrupt is None
+            return not can_cancel or (self.interrupt is None and not is_interrupted())
 
         def _update(self, event: Callable[[], None]) -> None:
             try:
                 event()
-                line = str(self.phases)
+                line = self._describe()
                 if line and line != self.line:
                     self.line = line
                     on_progress(line)
             except BaseException as error:
                 self.interrupt = error
+
+        def _describe(self) -> str:
+            if is_interrupted():
+                return "interrupted: stopping" + ("" if can_cancel else " when the builder is done")
+            return str(self.phases)
 
     return Monitor()

@@ -9,14 +9,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 
-from ...errors import BuildError
-from ...plugins_trt.tensorrt import require_version
+from ...plugins_trt.tensorrt import TENSORRT_RTX, require_version
 from ..bundle import HostNeeds, Limits, ModelFacts
 from ..experts import PELTON
-from ..export import KVGeometry
+from ..export import KVGeometry, kv_geometry
 from ..memory import MemoryPlan, plan_gpu_memory
 from ..onnx_graph import write_onnx
 from ..profiles import Profile, derive_profiles
@@ -34,9 +32,6 @@ from .tensorrt import (
 )
 
 ONNX_FRONTEND = "onnx"
-# While a plan is made, weights exist in the ONNX file's mapping or the program, in the builder and in the plan.
-_WEIGHT_COPIES = 3
-_BUILD_OVERHEAD = 1 << 30
 
 
 class TensorRTTarget:
@@ -89,7 +84,10 @@ class TensorRTTarget:
     def plan_memory(
         self, config: Any, facts: ModelFacts, limits: Limits, dtype: torch.dtype, weights: int
     ) -> MemoryPlan:
-        return plan_gpu_memory(facts, limits, dtype, weights, self._cache_dtype or dtype)
+        memory = plan_gpu_memory(facts, limits, dtype, weights, self._cache_dtype or dtype)
+        if memory.num_blocks:  # what no profile can hold is refused before the model is loaded
+            derive_profiles(limits, kv_geometry(config), memory.num_blocks)
+        return memory
 
     def explain(
         self, geometry: tuple[KVGeometry, ...], limits: Limits, num_blocks: int
@@ -133,11 +131,10 @@ class TensorRTTarget:
             with progress.stage("convert to ONNX"):
                 graph = write_onnx(exported.program, Path(work))
             exported.release()  # from here on the weights are in the file
-            self._check_host_memory(sum(path.stat().st_size for path in Path(work).iterdir()), progress)
             with progress.stage(f"build with {self.name}"):
                 return build_plan(
                     self.name, graph, profiles, self._options, directory,
-                    timing_cache=_timing_cache(self.compiler()), on_progress=progress.step,
+                    timing_cache=self._timing_cache(), on_progress=progress.step,
                 )  # fmt: skip
 
     def _through_torch_tensorrt(
@@ -145,33 +142,18 @@ class TensorRTTarget:
     ) -> tuple[NetworkLayer, ...]:
         program = exported.program
         exported.release()
-        self._check_host_memory(sum(t.nbytes for t in program.state_dict.values()), progress)
         with progress.stage(f"convert with torch-tensorrt and build with {self.name}"):
             return torch_tensorrt.build_plan(
                 program, profiles, self._options, directory,
-                timing_cache=_timing_cache(self.compiler()), on_progress=progress.step,
+                timing_cache=self._timing_cache(), on_progress=progress.step,
             )  # fmt: skip
 
     def engine_step(self, directory: Path, trace: Trace) -> StepFunction | None:
         return None
 
-    def _check_host_memory(self, weights: int, progress: Progress) -> None:
-        """Say what the builder will need for `weights` bytes; refuse when it is more than the machine has in all."""
-        needed = _WEIGHT_COPIES * weights + _BUILD_OVERHEAD
-        memory = psutil.virtual_memory()
-        progress.note(
-            f"the builder needs up to {format_bytes(needed)}, {format_bytes(memory.available)} are free"
-        )
-        if needed > memory.total:
-            raise BuildError(
-                f"host memory: the builder needs up to {format_bytes(needed)} and this machine has "
-                f"{format_bytes(memory.total)}; build on a larger one, or with --quantize int4"
-            )
-        if needed > memory.available:
-            progress.warning("less memory is free than the builder may need: the system may end it")
-
-
-def _timing_cache(compiler: str) -> Path:
-    """Where kernels' timings are kept between builds, per compiler version."""
-    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return root / "pelton" / f"{compiler.replace(' ', '-')}.timing"
+    def _timing_cache(self) -> Path | None:
+        """Where kernels' timings are kept between builds, per compiler version. TensorRT-RTX times nothing."""
+        if self.name == TENSORRT_RTX:
+            return None
+        root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        return root / "pelton" / f"{self.compiler().replace(' ', '-')}.timing"

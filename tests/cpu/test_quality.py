@@ -37,7 +37,11 @@ def test_a_model_costs_nothing_against_itself(llama: tuple[Path, nn.Module, Qual
 def test_fewer_bits_cost_more(llama: tuple[Path, nn.Module, QualityGate]) -> None:
     _, model, gate = llama
     costs = []
-    for quantization in (Quantization("fp8"), Quantization("int4", 32), Quantization("int4", -1, symmetric=True)):
+    for quantization in (
+        Quantization("fp8"),
+        Quantization("int4", 32),
+        Quantization("int4", -1, symmetric=True),
+    ):
         rounded = copy.deepcopy(model)
         quantize_linears(rounded, "model.layers", quantization)
         costs.append(gate.measure(rounded, 10).kl_divergence)
@@ -45,7 +49,7 @@ def test_fewer_bits_cost_more(llama: tuple[Path, nn.Module, QualityGate]) -> Non
 
 
 def test_the_numbers_are_those_of_their_definitions(llama: tuple[Path, nn.Module, QualityGate]) -> None:
-    """A model that expects each token evenly: KL is the distance of the original from that, perplexity the vocabulary."""
+    """A model that expects all tokens alike: its perplexity is the size of the vocabulary."""
     _, model, gate = llama
     flat = copy.deepcopy(model)
     with torch.no_grad():

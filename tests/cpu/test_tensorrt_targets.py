@@ -1,7 +1,9 @@
-"""TensorRT-RTX builds real engines here, with no GPU: every family's graph, Pelton's plugins inside."""
+"""TensorRT-RTX builds real engines here, with no GPU. `tests/e2e/test_tensorrt_build.py` builds every family."""
 
 from __future__ import annotations
 
+import gc
+import weakref
 from pathlib import Path
 
 import onnx
@@ -15,14 +17,13 @@ from pelton.compile.onnx_graph import GRAPH_FILE, write_onnx
 from pelton.compile.profiles import Profile, ShapeRange, derive_profiles
 from pelton.compile.targets.tensorrt import (
     PLAN_FILE,
-    NetworkLayer,
     TensorRTOptions,
     build_plan,
     check_gpus,
 )
 from pelton.errors import BuildError
 from pelton.plugins_trt.tensorrt import TENSORRT, TENSORRT_RTX, find_version
-from support.checkpoints import FAMILIES, MORE_FAMILIES, tiny_checkpoint
+from support.checkpoints import tiny_checkpoint
 
 needs_rtx = pytest.mark.skipif(find_version(TENSORRT_RTX) is None, reason="TensorRT-RTX is not installed")
 LIMITS = Limits(
@@ -39,19 +40,15 @@ def write_graph(
     return write_onnx(program, directory), derive_profiles(LIMITS, kv_geometry(model.config), 100)
 
 
-def plugins(layers: tuple[NetworkLayer, ...]) -> list[str]:
-    return [layer.name for layer in layers if layer.kind == "pelton::paged_attention"]
-
-
-@needs_rtx
-@pytest.mark.parametrize("family", [*FAMILIES, *MORE_FAMILIES])
-def test_every_family_becomes_a_plan_with_one_plugin_a_layer(family: str, tmp_path: Path) -> None:
-    graph, profiles = write_graph(family, tmp_path)
-    layers = build_plan(TENSORRT_RTX, graph, profiles, TensorRTOptions(gpus=("8.9",)), tmp_path)
-    assert (tmp_path / PLAN_FILE).stat().st_size > 10_000
-    names = plugins(layers)
-    assert len(names) == 2
-    assert [name.split("layers.")[1][0] for name in names] == ["0", "1"]
+def test_weights_are_let_go_once_they_are_written(tmp_path: Path) -> None:
+    checkpoint = tiny_checkpoint("llama", tmp_path / "checkpoint")
+    model = load_model(open_checkpoint(str(checkpoint)), torch.float16)
+    weights = [weakref.ref(parameter) for parameter in model.parameters()]
+    program = export(model, block_size=LIMITS.block_size)
+    write_onnx(program, tmp_path)
+    del model, program
+    gc.collect()
+    assert [reference for reference in weights if reference() is not None] == []
 
 
 @pytest.fixture(scope="module")
@@ -72,19 +69,6 @@ def test_layers_carry_the_names_of_the_hf_modules(
 
 
 @needs_rtx
-def test_an_unknown_operator_is_refused_with_its_layer(
-    llama: tuple[Path, tuple[Profile, ...]], tmp_path: Path
-) -> None:
-    graph, profiles = llama
-    model = onnx.load(graph)
-    node = next(n for n in model.graph.node if n.name == "model.layers.1.mlp.up_proj/MatMul")
-    node.op_type = "Frobnicate"
-    onnx.save(model, tmp_path / GRAPH_FILE)
-    with pytest.raises(BuildError, match=r"model\.layers\.1\.mlp\.up_proj/MatMul: the operator is neither"):
-        build_plan(TENSORRT_RTX, tmp_path / GRAPH_FILE, profiles, TensorRTOptions(gpus=("8.9",)), tmp_path)
-
-
-@needs_rtx
 def test_a_plugin_without_its_attribute_is_refused(
     llama: tuple[Path, tuple[Profile, ...]], tmp_path: Path
 ) -> None:
@@ -98,7 +82,7 @@ def test_a_plugin_without_its_attribute_is_refused(
 
 
 @needs_rtx
-@pytest.mark.parametrize("size", [0, 100, 5000])
+@pytest.mark.parametrize("size", [0, 100])
 def test_a_cut_graph_is_refused(size: int, llama: tuple[Path, tuple[Profile, ...]], tmp_path: Path) -> None:
     graph, profiles = llama
     (tmp_path / GRAPH_FILE).write_bytes(graph.read_bytes()[:size])
@@ -162,11 +146,3 @@ def test_gpus_are_ordered_and_once() -> None:
     assert check_gpus(TENSORRT_RTX, ["12.0", "8.9", "8.9"]) == ("8.9", "12.0")
     assert check_gpus(TENSORRT_RTX, [], "fp8") == ("8.9", "12.0", "12.1")
     assert check_gpus(TENSORRT, []) == ()
-
-
-@pytest.mark.skipif(find_version(TENSORRT) is not None, reason="TensorRT is installed")
-def test_tensorrt_that_is_not_installed_is_one_line_with_the_remedy(
-    llama: tuple[Path, tuple[Profile, ...]], tmp_path: Path
-) -> None:
-    with pytest.raises(BuildError, match=r"target: TensorRT is not installed.*pip install.*tensorrt-rtx"):
-        build_plan(TENSORRT, *llama, TensorRTOptions(), tmp_path)

@@ -127,8 +127,14 @@ class Monitor:
     """In the place of TensorRT's base class."""
 
 
-def monitor(on_progress: Callable[[str], None]) -> Any:
-    return make_monitor(SimpleNamespace(IProgressMonitor=Monitor), on_progress)
+def monitor(
+    on_progress: Callable[[str], None],
+    is_interrupted: Callable[[], bool] = lambda: False,
+    *,
+    can_cancel: bool = True,
+) -> Any:
+    trt = SimpleNamespace(IProgressMonitor=Monitor)
+    return make_monitor(trt, on_progress, is_interrupted, can_cancel=can_cancel)
 
 
 def test_phases_become_one_line() -> None:
@@ -174,6 +180,19 @@ def test_what_is_raised_is_kept_and_stops_the_builder(event: str) -> None:
     getattr(phases, event)(*arguments)
     assert isinstance(phases.interrupt, KeyboardInterrupt)
     assert not phases.step_complete("Building engine", 1)
+
+
+@pytest.mark.parametrize("can_cancel", [True, False])
+def test_an_interrupt_is_said_and_stops_a_builder_that_can_be_cancelled(can_cancel: bool) -> None:
+    lines: list[str] = []
+    pressed: list[bool] = []
+    phases = monitor(lines.append, lambda: bool(pressed), can_cancel=can_cancel)
+    phases.phase_start("Building engine", None, 6)
+    assert phases.step_complete("Building engine", 0)
+    pressed.append(True)
+    assert phases.step_complete("Building engine", 1) is not can_cancel
+    assert lines[-1] == "interrupted: stopping" + ("" if can_cancel else " when the builder is done")
+    assert lines.count(lines[-1]) == 1
 
 
 @pytest.mark.parametrize(

@@ -76,8 +76,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
 # Families that only targets with an ONNX graph are tested with.
 MORE_FAMILIES: dict[str, dict[str, Any]] = {
     "phi3": {},
-    "gpt_neox": {"rotary_pct": 0.5},
-    "opt": {"ffn_dim": 96, "word_embed_proj_dim": 64},
+    "gpt_neox": {"rotary_pct": 0.5, "num_key_value_heads": None},
+    "opt": {"ffn_dim": 96, "word_embed_proj_dim": 64, "num_key_value_heads": None},
     "gpt_oss": _LOCAL_GLOBAL | {"num_local_experts": 4, "num_experts_per_tok": 2, "rope_parameters": _YARN},
 }
 
@@ -128,14 +128,15 @@ def tiny_checkpoint(
     """Write a two-layer checkpoint of a transformers model type with its tokenizer; return `path`.
 
     `FAMILIES`, `MORE_FAMILIES` and `MOE_FAMILIES` have the settings that make a family's own features matter at this
-    size.
+    size. An override of None leaves a setting out.
     """
     return _write(tiny_model(family, seed=seed, **config_overrides).to(dtype), path, max_shard_size)
 
 
 def tiny_model(family: str, *, seed: int = 0, **config_overrides: Any) -> PreTrainedModel:
     """The model of `tiny_checkpoint`, in float32 and in eval mode."""
-    options = _COMMON | (FAMILIES | MORE_FAMILIES | MOE_FAMILIES).get(family, {}) | config_overrides
+    settings = _COMMON | (FAMILIES | MORE_FAMILIES | MOE_FAMILIES).get(family, {}) | config_overrides
+    options = {name: value for name, value in settings.items() if value is not None}
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **options))
     _randomise(model, seed)
     return model.eval()

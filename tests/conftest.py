@@ -52,6 +52,7 @@ _BUNDLES = {"tiny_bundles", "smollm2_bundle", "smollm2_float32_bundle"}
 _CUDA_BUNDLES = {"cuda_bundles", "cuda_int4_bundle"}
 
 
+@pytest.hookimpl(tryfirst=True)  # xdist looks at the marks in the same hook
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """For pytest-xdist (`--dist loadgroup`): what shares bundles runs in one process, everything else in the others."""
     for item in items:

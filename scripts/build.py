@@ -44,7 +44,7 @@ from .sizes import MEMORY
 @click.option(
     "--max-kl",
     type=click.FloatRange(min=0, min_open=True),
-    help="With --quantize: refuse to lose more, in nats of KL divergence from the original on text. [default: 0.5]",
+    help="With --quantize: refuse to lose more, in nats of KL divergence from the original on text. [default: 1.0]",
 )
 @click.option(
     "--kv-cache-dtype",
@@ -112,7 +112,8 @@ def command(
     reproduce it fails. An unchanged build is found and not redone.
     """
     with held_interrupts():
-        from ..compile.build import BuildRequest, build, resolve
+        from ..compile.build import build
+        from ..compile.build_plan import BuildRequest, resolve
         from ..compile.progress import Progress, format_bytes
 
     progress = Progress()
@@ -153,7 +154,7 @@ def command(
 
 
 def _show_plan(plan: object) -> None:
-    from ..compile.build import BuildPlan
+    from ..compile.build_plan import BuildPlan
     from ..compile.bundle import build_command_into
     from ..compile.progress import format_bytes
 

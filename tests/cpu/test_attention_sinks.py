@@ -12,7 +12,7 @@ from torch import nn
 from torch.export import Dim
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from pelton.compile.build import BuildRequest, resolve
+from pelton.compile.build_plan import BuildRequest, resolve
 from pelton.compile.export import KVGeometry, export, kv_geometry
 from pelton.compile.memory import plan_memory
 from pelton.compile.passes import optimise

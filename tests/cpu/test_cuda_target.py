@@ -17,7 +17,7 @@ from click.testing import CliRunner
 from conftest import pelton
 
 from pelton import LLM, SamplingParams
-from pelton.compile.build import BuildRequest, default_output, resolve
+from pelton.compile.build_plan import BuildRequest, default_output, resolve
 from pelton.compile.bundle import HostFacts, read_manifest
 from pelton.compile.checkpoint import load_model, open_checkpoint
 from pelton.compile.proof import FlatStep, compare, record

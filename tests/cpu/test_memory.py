@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from pelton.compile.build import BuildRequest, resolve
+from pelton.compile.build_plan import BuildRequest, resolve
 from pelton.compile.bundle import Limits, ModelFacts
 from pelton.compile.memory import plan_memory
 from pelton.compile.model_loading import empty_model

@@ -16,7 +16,7 @@ from conftest import pelton
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from pelton.compile.build import BuildRequest, resolve
+from pelton.compile.build_plan import BuildRequest, resolve
 from pelton.compile.checkpoint import load_model, open_checkpoint
 from pelton.compile.model_loading import empty_model, load_tensors
 from pelton.compile.packed_checkpoint import placeholders

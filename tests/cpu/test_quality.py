@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from pelton.compile.build import BuildRequest, resolve
+from pelton.compile.build_plan import BuildRequest, resolve
 from pelton.compile.checkpoint import load_model, load_tokenizer, open_checkpoint
 from pelton.compile.quality import QualityGate
 from pelton.compile.quantize import Quantization, quantize_linears

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch.export import Dim
 
-from pelton.compile.build import BuildRequest, build, resolve
+from pelton.compile.build import build
+from pelton.compile.build_plan import BuildRequest, resolve
 from pelton.compile.onnx_graph import write_onnx
 from pelton.compile.profiles import Profile, ShapeRange
 from pelton.compile.progress import Progress

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from pelton.compile.build import BuildRequest, resolve
+from pelton.compile.build_plan import BuildRequest, resolve
 from pelton.compile.bundle import Limits
 from pelton.compile.checkpoint import load_model, open_checkpoint
 from pelton.compile.export import export, kv_geometry

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from pelton.compile.build import BuildPlan, BuildRequest, default_output
+from pelton.compile.build_plan import BuildPlan, BuildRequest, default_output
 from pelton.compile.bundle import Limits
 from pelton.compile.targets.cpu_target import CpuTarget
 

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pelton.compile import build as build_module
+from pelton.compile import build_plan
+from pelton.compile.build import build
 from pelton.compile.bundle import Manifest, read_manifest
 from pelton.compile.progress import Progress
 from pelton.compile.targets.cuda_target import CudaTarget
@@ -34,16 +35,16 @@ class HostTarget(CudaTarget):
 
 def build_on_host(checkpoint: Path, output: Path, **request: Any) -> Path:
     """The real build, with its proofs, of everything but device code; an unchanged bundle is found."""
-    own = build_module._target
-    build_module._target = lambda _, cache_dtype: HostTarget(cache_dtype)  # type: ignore[assignment]
+    own = build_plan._target
+    build_plan._target = lambda _, cache_dtype: HostTarget(cache_dtype)  # type: ignore[assignment]
     try:
         options = {"block_size": BLOCK, **_LIMITS, **request}
-        plan = build_module.resolve(
-            build_module.BuildRequest(model=str(checkpoint), output=output, target="cuda", **options)
+        plan = build_plan.resolve(
+            build_plan.BuildRequest(model=str(checkpoint), output=output, target="cuda", **options)
         )
-        build_module.build(plan, Progress(StringIO()))
+        build(plan, Progress(StringIO()))
     finally:
-        build_module._target = own
+        build_plan._target = own
     return output
 
 

@@ -102,9 +102,9 @@ class Progress:
     def _refresh(self, status: Status | None, name: str, start: float, rss: int, peak: int) -> None:
         if status is not None:
             elapsed = format_seconds(self._clock() - start)
-            step = f"  {escape(self._step)}" if self._step else ""
+            step = f"{escape(self._step)}  " if self._step else ""
             status.update(
-                f"{escape(name)}  {elapsed}  memory {format_bytes(rss)} (peak {format_bytes(peak)}){step}"
+                f"{escape(name)}  {elapsed}  {step}memory {format_bytes(rss)} (peak {format_bytes(peak)})"
             )
 
 

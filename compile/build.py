@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 from torch.export import ExportedProgram
 
@@ -22,20 +23,19 @@ from .bundle import (
     write_manifest,
 )
 from .checkpoint import load_model, load_tokenizer, write_serving_files
-from .export import KVGeometry, check_windows, export, kv_geometry
+from .export import KVGeometry, check_windows, export, first_line, kv_geometry
 from .host_memory import check_host_memory
 from .kv_cache import CacheScales, calibrate, engine_tolerance, evaluation_ids, measure
 from .merge_quantized import merge_quantized_siblings
 from .progress import Progress, format_bytes
 from .proof import MAX_PROVED_WINDOW, ProofResult, Trace, compare, exported_step, record
-from .quality import DEFAULT_MAX_KL, QualityGate, QualityReport
+from .quality import QualityGate, QualityReport
 from .quantize import Quantization, quantize_linears
 from .quantize_experts import quantize_experts
 from .segments import PAGED_ATTENTION, attention_of, layer_prefix
 from .targets.base import Exported
 
-# numpy's short writes of a weight have no number.
-_DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, None)
+_DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # Weights on the disk at once: in the file that a compiler reads and in the engine, with something to spare.
 _DISK_COPIES = 3
 
@@ -56,14 +56,22 @@ def build(plan: BuildPlan, progress: Progress, *, force: bool = False) -> tuple[
                 write_serving_files(plan.checkpoint, staging)
                 manifest = replace(manifest, files=record_files(staging))
                 write_manifest(manifest, staging)
-    except OSError as error:
-        if error.errno not in _DISK_FULL:
+    except (OSError, SafetensorError) as error:
+        if not _is_disk_full(error):
             raise
         raise BuildError(
-            f"{output}: what the build writes does not fit on the disk ({error.strerror or error}); it needs up to "
+            f"{output}: what the build writes does not fit on the disk ({first_line(error)}); it needs up to "
             f"{format_bytes(_DISK_COPIES * plan.memory.weights)} there: free some, or choose another --output"
         ) from error
     return manifest, False
+
+
+def _is_disk_full(error: Exception) -> bool:
+    if isinstance(error, OSError):
+        return error.errno in _DISK_FULL
+    return any(
+        f"os error {number}" in str(error) for number in _DISK_FULL
+    )  # as safetensors, written in Rust, says it
 
 
 def _build_into(staging: Path, plan: BuildPlan, progress: Progress) -> Manifest:
@@ -72,6 +80,10 @@ def _build_into(staging: Path, plan: BuildPlan, progress: Progress) -> Manifest:
         model = load_model(plan.checkpoint, dtype, progress.warning)
     geometry = kv_geometry(model.config)
     report = None if plan.quantization is None else _quantize(plan, plan.quantization, model, progress)
+    if plan.checkpoint.packed:
+        progress.warning(
+            "the original of the packed weights is not here: what packing them cost is not measured"
+        )
     with progress.stage("export"):
         program = export(
             model, block_size=block_size, experts=target.experts, cache_dtype=plan.kv_cache_dtype
@@ -97,7 +109,7 @@ def _build_into(staging: Path, plan: BuildPlan, progress: Progress) -> Manifest:
             tolerance = engine_tolerance(trace, proofs[-1]) if scales else None
             proofs.append(compare(trace, step, "compiled engine", tolerance=tolerance))
     else:
-        progress.warning(f"the {target.name} engine was not run: only the exported graph was checked")
+        progress.warning(f"builds do not run {target.name} engines: only the exported graph was checked")
     for proof in proofs:
         progress.note(
             f"{proof.subject}: relative error {proof.relative_error:.1e} (at most {proof.tolerance:.1e})"
@@ -142,7 +154,7 @@ def _quantize(
     experts = f", the routed experts of {num_experts} layers" if num_experts else ""
     progress.note(f"{count} linear layers{experts}")
     with progress.stage("measure what it costs"):
-        report = gate.measure(model, plan.request.max_kl or DEFAULT_MAX_KL)
+        report = gate.measure(model, plan.max_kl)
     progress.note(str(report))
     return report
 

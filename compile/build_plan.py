@@ -28,6 +28,7 @@ from .export import kv_geometry
 from .kv_cache import quantised_dtype
 from .memory import MemoryPlan, build_memory
 from .model_loading import empty_model
+from .quality import DEFAULT_MAX_KL
 from .quantize import Quantization
 from .targets.base import Target
 from .targets.cpu_target import CpuTarget
@@ -88,7 +89,15 @@ class BuildPlan:
     @property
     def build_memory(self) -> int:
         """Bytes of host memory that the build itself needs at most."""
-        return build_memory(self.facts, getattr(torch, self.dtype), self.memory.weights)
+        engine = self.memory.weights
+        loaded = (
+            engine
+            if self.checkpoint.packed
+            else self.facts.num_parameters * getattr(torch, self.dtype).itemsize
+        )
+        return build_memory(
+            self.facts, loaded=loaded, engine=engine, compiler_copies=self.target.compiler_copies
+        )
 
     def explain(self) -> list[tuple[str, str]]:
         """Rows (name, text) on how weights are quantised and what the target derives from the limits."""
@@ -99,6 +108,11 @@ class BuildPlan:
     @property
     def weights(self) -> WeightPlan:
         return WeightPlan(self.quantization, self.checkpoint.packed)
+
+    @property
+    def max_kl(self) -> float:
+        """The most that rounding the weights may cost, in nats."""
+        return self.request.max_kl or DEFAULT_MAX_KL
 
     @property
     def kv_cache_name(self) -> str:
@@ -121,8 +135,9 @@ class BuildPlan:
             "--block-size": limits.block_size,
             "--kv-cache-memory": limits.kv_cache_bytes,
             **self.target.command_options(),
-            **({"--quantize": self.quantization.scheme} if self.quantization else {}),
-            **({} if self.request.max_kl is None else {"--max-kl": self.request.max_kl}),
+            **(
+                {"--quantize": self.quantization.scheme, "--max-kl": self.max_kl} if self.quantization else {}
+            ),
             **({} if kv_cache_dtype == "auto" else {"--kv-cache-dtype": kv_cache_dtype}),
         }
         words = [word for option in options.items() for word in map(str, option)]
@@ -147,8 +162,8 @@ def resolve(request: BuildRequest) -> BuildPlan:
     dtype = _dtype(request.dtype, target, checkpoint.dtype_name)
     if request.dtype == "auto" and dtype != checkpoint.dtype_name:
         warnings.append(f"the checkpoint is {checkpoint.dtype_name}; it is built in {dtype} on this target")
-    kinds = [weights.scheme or dtype, *([f"kv-{request.kv_cache_dtype}"] if kv_cache_dtype else [])]
-    output = request.output or default_output(request.model, target.name, "-".join(kinds))
+    kinds = [dtype, weights.scheme, f"kv-{request.kv_cache_dtype}" if kv_cache_dtype else None]
+    output = request.output or default_output(request.model, target.name, "-".join(filter(None, kinds)))
     check_replaceable(output)
     empty = empty_model(config)
     facts = _facts(checkpoint, empty)
@@ -181,7 +196,7 @@ def resolve(request: BuildRequest) -> BuildPlan:
             **target.options(),
             "quantization": weights.facts(),
             "kv_cache_dtype": request.kv_cache_dtype,
-            "max_kl": request.max_kl,
+            "max_kl": (request.max_kl or DEFAULT_MAX_KL) if quantization else None,
             "sources": _source_hash(),
         },
     )
@@ -285,13 +300,13 @@ def _dtype(asked: str, target: Target, stored: str) -> str:
     return asked
 
 
-def default_output(model: str, target: str, weights: str) -> Path:
-    """artifacts/NAME-WEIGHTS, for other targets than the CPU artifacts/NAME-TARGET-WEIGHTS.
+def default_output(model: str, target: str, kind: str) -> Path:
+    """artifacts/NAME-KIND, for other targets than the CPU artifacts/NAME-TARGET-KIND.
 
     NAME is the last part of a hub id or of a path, also of `.` and `..`.
     """
     name = Path(os.path.abspath(model)).name.removesuffix(".gguf")
-    parts = [name, weights] if target == "cpu" else [name, target, weights]
+    parts = [name, kind] if target == "cpu" else [name, target, kind]
     return Path("artifacts") / "-".join(parts)
 
 

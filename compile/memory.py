@@ -85,21 +85,19 @@ def plan_gpu_memory(
 
 # Python, torch and the compiler's libraries; the graph as objects.
 _BUILD_BASE_BYTES = 1 << 30
-# Weights in the file that a compiler reads, in its network, folded and laid out anew, and in what it writes: with
-# SmolLM2, TensorRT-RTX added 4.7 times the weights, and Inductor 5.3.
-_COMPILER_COPIES = 6
 # While the export is proved: the model, and its copy in float32.
 _PROOF_COPIES = 3
 _PROOF_ROWS = 1024
 
 
-def build_memory(facts: ModelFacts, dtype: torch.dtype, engine: int) -> int:
-    """Host memory that a build of an engine with `engine` bytes of weights needs at its peak, in bytes: an upper bound,
-    known before anything is loaded.
+def build_memory(facts: ModelFacts, *, loaded: int, engine: int, compiler_copies: int) -> int:
+    """Host memory that a build needs at its peak, in bytes: an upper bound, known before anything is loaded.
+
+    `loaded` are the bytes of the checkpoint's weights in memory, `engine` those of the engine's, of which the target's
+    compiler holds `compiler_copies` at once.
     """
-    weights = facts.num_parameters * dtype.itemsize
     logits = _PROOF_ROWS * facts.vocab_size * 4
-    return _BUILD_BASE_BYTES + logits + max(_PROOF_COPIES * weights, _COMPILER_COPIES * engine)
+    return _BUILD_BASE_BYTES + logits + max(_PROOF_COPIES * loaded, compiler_copies * engine)
 
 
 def _activation_bytes(facts: ModelFacts, limits: Limits, item: int, *, has_tiles: bool) -> int:

@@ -6,7 +6,9 @@ The one owner of the ONNX exporter. Weights stand in a file of their own beside 
 from __future__ import annotations
 
 import ast
+import errno
 import logging
+import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -122,7 +124,13 @@ def write_onnx(program: ExportedProgram, directory: Path) -> Path:
             raise _not_convertible(error) from error
         _name(converted.model.graph)
         path = directory / GRAPH_FILE
-        converted.save(path, external_data=True)
+        try:
+            converted.save(path, external_data=True)
+        except OSError as error:
+            if error.errno is not None:
+                raise
+            # numpy says only how many bytes of a weight it could write.
+            raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}: {error}") from error
     return path
 
 

@@ -28,13 +28,14 @@ _MAX_EXPONENT = 700.0  # e to that is still a number
 
 @dataclass(frozen=True, slots=True)
 class QualityReport:
-    """`original_perplexity` is that of the model before its weights were rounded."""
+    """`original_perplexity` is that of the model before its weights were rounded, `max_kl` what was allowed."""
 
     num_tokens: int
     kl_divergence: float
     top1_agreement: float
     perplexity: float
     original_perplexity: float
+    max_kl: float
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -67,6 +68,7 @@ class QualityGate:
             top1_agreement=float((actual.argmax(-1) == expected.argmax(-1)).float().mean()),
             perplexity=self._perplexity(actual),
             original_perplexity=self._perplexity(expected),
+            max_kl=max_kl,
         )
         if not report.kl_divergence <= max_kl:  # also when it is NaN
             raise BuildError(

@@ -24,6 +24,8 @@ from ..plugins_trt.int4_linear import (
 )
 
 SCHEMES = ("int4", "fp8")
+# What configs call the number of routed experts.
+_EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,11 +101,18 @@ def quantize_linears(model: nn.Module, layers_prefix: str, quantization: Quantiz
 
 
 def decoder_linears(model: nn.Module, layers_prefix: str) -> list[str]:
-    """Names of the linear layers under `layers_prefix`; `BuildError` if there is none."""
+    """Names of the linear layers under `layers_prefix`; `BuildError` if there is none.
+
+    Routers and gates, a logit for each expert or one for all, decide too much and weigh too little to be rounded.
+    """
+    config: Any = model.config
+    gates = {1, *(getattr(config, name, None) for name in _EXPERT_COUNTS)}
     names = [
         name
         for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) and name.startswith(f"{layers_prefix}.")
+        if isinstance(module, nn.Linear)
+        and name.startswith(f"{layers_prefix}.")
+        and module.out_features not in gates
     ]
     if not names:
         raise BuildError(

@@ -1,4 +1,4 @@
-"""Runs the CPU engine of a bundle; the only runtime file that knows torch."""
+"""Runs an engine of the `cpu` target."""
 
 from __future__ import annotations
 

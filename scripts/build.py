@@ -16,7 +16,7 @@ from .sizes import MEMORY
     "-o",
     "--output",
     type=click.Path(path_type=Path),
-    help="Bundle directory. [default: artifacts/NAME-DTYPE]",
+    help="Bundle directory. [default: artifacts/NAME-DTYPE, for GPUs with the target and what is quantised]",
 )
 @click.option(
     "--target",
@@ -108,8 +108,8 @@ def command(
 ) -> None:
     """Compile MODEL (a Hugging Face directory, a hub id or a .gguf file) into a bundle.
 
-    The exported graph and then the compiled engine are checked against the original model; a build that does not
-    reproduce it fails. An unchanged build is found and not redone.
+    The exported graph, and on cpu and cuda the compiled engine too, are checked against the original model; a build
+    that does not reproduce it fails. An unchanged build is found and not redone.
     """
     with held_interrupts():
         from ..compile.build import build

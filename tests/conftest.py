@@ -60,7 +60,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.xdist_group("bundles"))
         elif _CUDA_BUNDLES.intersection(getattr(item, "fixturenames", ())):
             item.add_marker(pytest.mark.xdist_group("cuda_bundles"))
-        elif "e2e" in item.path.parts:
+        elif "pure" not in item.path.parts:  # fixtures of a module are made once
             item.add_marker(pytest.mark.xdist_group(item.path.stem))
 
 

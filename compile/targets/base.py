@@ -43,6 +43,9 @@ class Target(Protocol):
 
     name: str
     dtypes: tuple[str, ...]
+    # Times the engine's weights that a build holds at its peak: in the file that the compiler reads, in its network,
+    # folded and laid out anew, in what it writes.
+    compiler_copies: int
     experts: str  # how routed experts are exported: a name of `experts.py`
 
     def compiler(self) -> str:

@@ -61,6 +61,7 @@ class CpuTarget:
 
     name = "cpu"
     dtypes: tuple[str, ...] = ("float32", "bfloat16")
+    compiler_copies = 6  # 5.3 with SmolLM2
     experts = BATCHED
 
     def compiler(self) -> str:

@@ -43,6 +43,7 @@ class CudaTarget:
 
     name = NAME
     dtypes: tuple[str, ...] = ("float16", "bfloat16")
+    compiler_copies = 3  # weights are inputs of what is compiled
     experts = PELTON
 
     def __init__(self, device: torch.device, gpu: str, cache_dtype: torch.dtype | None = None) -> None:

@@ -41,6 +41,7 @@ class TensorRTTarget:
     """
 
     dtypes: tuple[str, ...] = ("float16", "bfloat16")
+    compiler_copies = 6  # 4.7 with SmolLM2 on TensorRT-RTX
     experts = PELTON
 
     def __init__(

@@ -298,7 +298,7 @@ def test_the_frontend_is_part_of_the_key_and_of_the_command(
 ) -> None:
     pytest.importorskip("onnxscript")
     fake.pretend_installed(monkeypatch, "2.13.0")
-    for module in ("build", "targets.tensorrt_target"):
+    for module in ("build_plan", "targets.tensorrt_target"):
         monkeypatch.setattr(f"pelton.compile.{module}.require_version", lambda target: "11.0.0")
     checkpoint = str(tiny_checkpoint("llama", tmp_path, dtype=torch.float16))
     theirs, ours, default = (

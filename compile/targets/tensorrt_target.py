@@ -11,10 +11,12 @@ from typing import Any
 
 import torch
 
+from ...plugins_trt.architectures import ARCHITECTURES
 from ...plugins_trt.tensorrt import TENSORRT_RTX, require_version
 from ..bundle import HostNeeds, Limits, ModelFacts
 from ..experts import PELTON
 from ..export import KVGeometry, kv_geometry
+from ..kernel_checks import check_attention
 from ..memory import MemoryPlan, plan_gpu_memory
 from ..onnx_graph import write_onnx
 from ..profiles import Profile, derive_profiles
@@ -104,6 +106,9 @@ class TensorRTTarget:
     def lower(self, exported: Exported, directory: Path, progress: Progress) -> Mapping[str, Any]:
         geometry, limits = exported.geometry, exported.limits
         profiles = derive_profiles(limits, geometry, exported.num_blocks)
+        # The plugin's workspace is sized for all architectures, whichever the plan is for.
+        archs = dict.fromkeys((*(int(gpu.replace(".", "")) for gpu in self._options.gpus), *ARCHITECTURES))
+        check_attention(exported.program.graph, geometry, exported.dtype, limits.block_size, tuple(archs))
         facts = {
             "target": self.name,
             "dtype": str(exported.dtype).removeprefix("torch."),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +39,8 @@ ONNX_FRONTEND = "onnx"
 class TensorRTTarget:
     """`Target` on TensorRT's ONNX parser and builder. Raises `BuildError` naming the option at fault.
 
-    `cache_dtype` is that of the KV pages, None: the model's own.
+    `cache_dtype` is that of the KV pages, None: the model's own. `detect_gpu` says the compute capability of this
+    machine's GPU; it is asked where TensorRT builds for that one.
     """
 
     dtypes: tuple[str, ...] = ("float16", "bfloat16")
@@ -53,10 +54,11 @@ class TensorRTTarget:
         scheme: str | None,
         frontend: str | None = None,
         cache_dtype: torch.dtype | None = None,
+        detect_gpu: Callable[[], str],
     ) -> None:
         self.name = name
         self._cache_dtype = cache_dtype
-        self._options = TensorRTOptions(gpus=check_gpus(name, gpus, scheme))
+        self._options = TensorRTOptions(gpus=check_gpus(name, gpus, scheme, detect_gpu=detect_gpu))
         self._frontend = frontend or ONNX_FRONTEND
 
     def compiler(self) -> str:
@@ -77,7 +79,7 @@ class TensorRTTarget:
 
     def command_options(self) -> Mapping[str, object]:
         options: dict[str, object] = {}
-        if self._options.gpus:
+        if self.name == TENSORRT_RTX:  # TensorRT's is the machine's: there is no choice
             options["--gpu"] = ",".join(self._options.gpus)
         if self._frontend != ONNX_FRONTEND:
             options["--frontend"] = self._frontend
@@ -94,7 +96,8 @@ class TensorRTTarget:
     def explain(
         self, geometry: tuple[KVGeometry, ...], limits: Limits, num_blocks: int
     ) -> list[tuple[str, str]]:
-        rows = [("gpus", ", ".join(self._options.gpus) or "this machine's")]
+        whose = "" if self.name == TENSORRT_RTX else ", this machine's"
+        rows = [("gpus", ", ".join(self._options.gpus) + whose)]
         for profile in derive_profiles(limits, geometry, num_blocks):
             rows.append((f"profile {profile.name}", profile.purpose))
             for shape in profile.shapes.values():

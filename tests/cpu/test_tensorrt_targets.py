@@ -20,6 +20,7 @@ from pelton.compile.targets.tensorrt import (
     TensorRTOptions,
     build_plan,
     check_gpus,
+    machine_gpu,
 )
 from pelton.errors import BuildError
 from pelton.plugins_trt.tensorrt import TENSORRT, TENSORRT_RTX, find_version
@@ -133,16 +134,26 @@ def test_an_interrupt_stops_the_builder(llama: tuple[Path, tuple[Profile, ...]],
         (TENSORRT_RTX, ["7.5"], None, r"gpu: 7\.5 is too old"),
         (TENSORRT_RTX, ["8.6"], "fp8", r"gpu: 8\.6 cannot run --quantize fp8: FP8 needs .* 8\.9"),
         (TENSORRT, ["8.9"], None, "gpu: TensorRT builds for the GPU of the machine"),
+        (TENSORRT, [], "fp8", r"gpu: this machine's, of compute capability 8\.0, cannot run --quantize fp8"),
     ],
 )
 def test_gpus_that_cannot_be_built_for(
     target: str, gpus: list[str], scheme: str | None, message: str
 ) -> None:
     with pytest.raises(BuildError, match=message):
-        check_gpus(target, gpus, scheme)
+        check_gpus(target, gpus, scheme, detect_gpu=lambda: "8.0")
 
 
 def test_gpus_are_ordered_and_once() -> None:
-    assert check_gpus(TENSORRT_RTX, ["12.0", "8.9", "8.9"]) == ("8.9", "12.0")
-    assert check_gpus(TENSORRT_RTX, [], "fp8") == ("8.9", "12.0", "12.1")
-    assert check_gpus(TENSORRT, []) == ()
+    given = check_gpus(TENSORRT_RTX, ["12.0", "8.9", "8.9"], detect_gpu=machine_gpu)
+    assert given == ("8.9", "12.0")
+    assert check_gpus(TENSORRT_RTX, [], "fp8", detect_gpu=machine_gpu) == ("8.9", "12.0", "12.1")
+    assert check_gpus(TENSORRT, [], detect_gpu=lambda: "9.0") == ("9.0",)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
+def test_tensorrt_without_a_gpu_says_what_can_be_built() -> None:
+    with pytest.raises(
+        BuildError, match=r"target: tensorrt builds for the GPU .* finds none; .*tensorrt-rtx"
+    ):
+        check_gpus(TENSORRT, [], detect_gpu=machine_gpu)

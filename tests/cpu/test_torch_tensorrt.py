@@ -298,8 +298,9 @@ def test_the_frontend_is_part_of_the_key_and_of_the_command(
 ) -> None:
     pytest.importorskip("onnxscript")
     fake.pretend_installed(monkeypatch, "2.13.0")
-    for module in ("build", "targets.tensorrt_target"):
+    for module in ("build_plan", "targets.tensorrt_target"):
         monkeypatch.setattr(f"pelton.compile.{module}.require_version", lambda target: "11.0.0")
+    monkeypatch.setattr("pelton.compile.targets.tensorrt.machine_gpu", lambda: "9.0")
     checkpoint = str(tiny_checkpoint("llama", tmp_path, dtype=torch.float16))
     theirs, ours, default = (
         resolve(BuildRequest(checkpoint, target="tensorrt", frontend=frontend))
@@ -312,3 +313,19 @@ def test_the_frontend_is_part_of_the_key_and_of_the_command(
     assert " --frontend torch-tensorrt" in theirs.command
     assert "--frontend" not in ours.command
     assert theirs.content_key != ours.content_key == default.content_key
+
+
+def test_the_gpu_and_what_makes_the_graph_are_part_of_the_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("onnxscript")
+    for module in ("build_plan", "targets.tensorrt_target"):
+        monkeypatch.setattr(f"pelton.compile.{module}.require_version", lambda target: "11.0.0")
+    request = BuildRequest(str(tiny_checkpoint("llama", tmp_path, dtype=torch.float16)), target="tensorrt")
+    plans = {}
+    for gpu in ("8.0", "9.0"):
+        monkeypatch.setattr("pelton.compile.targets.tensorrt.machine_gpu", lambda gpu=gpu: gpu)
+        plans[gpu] = resolve(request)
+        assert plans[gpu].target.options()["gpus"] == [gpu]
+        assert "--gpu" not in plans[gpu].command, "there is no choice"
+    assert plans["8.0"].content_key != plans["9.0"].content_key

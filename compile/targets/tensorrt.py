@@ -218,11 +218,13 @@ def _configure(
 
 
 def _use_timing_cache(config: Any, path: Path | None) -> Any:
-    """Give the builder the timings that `path` holds; None without a path."""
+    """Give the builder the timings that `path` holds, or none where it refuses those; None without a path."""
     if path is None:
         return None
     cache = config.create_timing_cache(path.read_bytes() if path.is_file() else b"")
-    config.set_timing_cache(cache, False)
+    if cache is None or not config.set_timing_cache(cache, False):  # of another GPU or driver, or damaged
+        cache = config.create_timing_cache(b"")
+        config.set_timing_cache(cache, False)
     return cache
 
 

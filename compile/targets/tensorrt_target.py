@@ -6,11 +6,13 @@ import os
 import platform
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from ...errors import BuildError
 from ...plugins_trt.architectures import ARCHITECTURES
 from ...plugins_trt.tensorrt import TENSORRT_RTX, require_version
 from ..bundle import HostNeeds, Limits, ModelFacts
@@ -34,6 +36,9 @@ from .tensorrt import (
 )
 
 ONNX_FRONTEND = "onnx"
+# What makes the graph and the plugins' kernels, as distributions.
+_GRAPH_PACKAGES = ("onnx", "onnxscript", "onnx-ir")
+_KERNEL_PACKAGES = ("triton",)
 
 
 class TensorRTTarget:
@@ -75,7 +80,18 @@ class TensorRTTarget:
             "gpus": list(self._options.gpus),
             "workspace_bytes": self._options.workspace_bytes,
             "frontend": frontend,
+            "packages": self._packages(),
         }
+
+    def _packages(self) -> dict[str, str]:
+        """Versions of the packages that decide the engine beside the compiler, by name."""
+        of_graph = _GRAPH_PACKAGES if self._frontend == ONNX_FRONTEND else ()
+        try:
+            return {name: metadata.version(name) for name in (*of_graph, *_KERNEL_PACKAGES)}
+        except metadata.PackageNotFoundError as error:
+            raise BuildError(
+                f"target: {self.name} needs {error.name}: `pip install 'pelton[rtx]'`"
+            ) from error
 
     def command_options(self) -> Mapping[str, object]:
         options: dict[str, object] = {}
@@ -118,6 +134,7 @@ class TensorRTTarget:
             "cache_dtype": str(self._cache_dtype or exported.dtype).removeprefix("torch."),
             "block_size": limits.block_size,
             "gpus": list(self._options.gpus),
+            "packages": self._packages(),
             "kv_heads": [g.num_heads for g in geometry],
             "head_dims": [g.head_dim for g in geometry],
             "vocab_size": exported.vocab_size,
@@ -130,7 +147,12 @@ class TensorRTTarget:
             f"plan of {format_bytes((directory / PLAN_FILE).stat().st_size)}: {len(layers)} layers, "
             f"{num_plugins} of them Pelton's plugins"
         )
-        return {"num_layers": len(layers), "num_plugins": num_plugins, "gpus": list(self._options.gpus)}
+        return {
+            "num_layers": len(layers),
+            "num_plugins": num_plugins,
+            "gpus": list(self._options.gpus),
+            "packages": self._packages(),
+        }
 
     def _through_onnx(
         self, exported: Exported, profiles: Sequence[Profile], directory: Path, progress: Progress
@@ -160,8 +182,9 @@ class TensorRTTarget:
         return None
 
     def _timing_cache(self) -> Path | None:
-        """Where kernels' timings are kept between builds, per compiler version. TensorRT-RTX times nothing."""
+        """Where kernels' timings are kept between builds, per compiler version and GPU. TensorRT-RTX times nothing."""
         if self.name == TENSORRT_RTX:
             return None
         root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        return root / "pelton" / f"{self.compiler().replace(' ', '-')}.timing"
+        (gpu,) = self._options.gpus
+        return root / "pelton" / f"{self.compiler().replace(' ', '-')}-{gpu}.timing"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import importlib
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +90,17 @@ def test_options_cache_and_progress_are_those_of_the_other_way(built: Built) -> 
     assert (built.directory / PLAN_FILE).read_bytes() == fake.PLAN
     assert (built.directory / "timing").read_bytes() == b"measured+"
     assert built.lines == ["Building engine (1 of 2)", "Building engine (2 of 2)"]
+
+
+@pytest.mark.parametrize("timings", [fake.DAMAGED_TIMINGS, fake.OTHER_TIMINGS])
+def test_timings_that_tensorrt_refuses_are_replaced(
+    timings: bytes, llama: Exported, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, made = fake.install(monkeypatch)
+    (tmp_path / "timing").write_bytes(timings)
+    build(llama, tmp_path, timing_cache=tmp_path / "timing")
+    assert made[0].builder.config.cached is not None, "the builder keeps what it measures"
+    assert (tmp_path / "timing").read_bytes() == b"+"
 
 
 def test_both_profiles_are_built_and_inputs_span_them(built: Built) -> None:
@@ -329,3 +341,11 @@ def test_the_gpu_and_what_makes_the_graph_are_part_of_the_key(
         assert plans[gpu].target.options()["gpus"] == [gpu]
         assert "--gpu" not in plans[gpu].command, "there is no choice"
     assert plans["8.0"].content_key != plans["9.0"].content_key
+    assert plans["8.0"].target._timing_cache() != plans["9.0"].target._timing_cache()
+    assert resolve(request).content_key == plans["9.0"].content_key
+    found = metadata.version
+    for package in ("onnx", "onnxscript", "triton"):
+        assert plans["9.0"].target.options()["packages"][package] == found(package)
+        with monkeypatch.context() as patch:
+            patch.setattr(metadata, "version", lambda name, p=package: "0.1" if name == p else found(name))
+            assert resolve(request).content_key != plans["9.0"].content_key, package

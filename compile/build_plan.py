@@ -249,6 +249,7 @@ def _target(request: BuildRequest, kv_cache_dtype: torch.dtype | None) -> Target
     if request.target in (TENSORRT, TENSORRT_RTX):
         require_version(request.target)
         try:  # what it imports is an extra
+            from .targets.tensorrt import machine_gpu
             from .targets.tensorrt_target import TensorRTTarget
         except ImportError as error:
             raise BuildError(
@@ -260,6 +261,7 @@ def _target(request: BuildRequest, kv_cache_dtype: torch.dtype | None) -> Target
             scheme=request.quantize,
             frontend=request.frontend,
             cache_dtype=kv_cache_dtype,
+            detect_gpu=machine_gpu,
         )
     raise BuildError(f"target: {request.target!r} is unknown; choose one of {', '.join(TARGETS)}")
 

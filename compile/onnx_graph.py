@@ -20,6 +20,7 @@ import onnx
 import onnxscript
 import torch
 from torch.export import ExportedProgram
+from torch.fx import Node
 
 from ..errors import BuildError
 from ..plugins_trt import fp8_linear as _fp8_linear
@@ -100,8 +101,9 @@ _SCHEMAS = (
 def write_onnx(program: ExportedProgram, directory: Path) -> Path:
     """Convert `program` and write it into `directory`; returns the graph's path.
 
-    Raises `BuildError` naming what the converter does not know.
+    Raises `BuildError` naming what the converter does not know, or the layer that Pelton's plugins do not compute.
     """
+    _check_arguments(program)
     translations = _translations(_register(_SCHEMAS))
     try:
         with _quiet():
@@ -134,6 +136,30 @@ def write_onnx(program: ExportedProgram, directory: Path) -> Path:
     return path
 
 
+def _check_arguments(program: ExportedProgram) -> None:
+    """Raise `BuildError` naming the layer if an operator has a tensor that its node type has not."""
+    pelton = torch.ops.pelton
+    for operator, refused in (
+        (pelton.int4_linear.default, ("bias",)),
+        (pelton.fp8_linear.default, ("input_scale", "bias")),
+    ):
+        names = [argument.name for argument in operator._schema.arguments]
+        for node in program.graph.find_nodes(op="call_function", target=operator):
+            given = dict(zip(names, node.args, strict=False)) | node.kwargs
+            for name in refused:
+                if given.get(name) is not None:
+                    raise BuildError(
+                        f"{_module(node)}: TensorRT's plugin for {operator._schema.name} does not take {name}: "
+                        "use --target cuda, or the original weights"
+                    )
+
+
+def _module(node: Node) -> str:
+    """Name of the HF module that `node` computes; its own where none was noted."""
+    stack = list(node.meta.get("nn_module_stack", {}).values())
+    return str(stack[-1][0]).removeprefix("L['self'].model.") if stack else node.name
+
+
 def _not_convertible(error: Exception) -> BuildError:
     return BuildError(f"the exported graph cannot be converted to ONNX: {first_line(error)}")
 
@@ -150,7 +176,7 @@ def _name(graph: Any) -> None:
 
 
 def _translations(opset: Any) -> dict[Callable[..., Any], Callable[..., Any]]:
-    """How each operator of the exported graph is written as a node. Arguments that no graph here has are refused."""
+    """How each operator of the exported graph is written as a node, once `_check_arguments` has passed."""
 
     def paged_attention(
         query: Any, key: Any, value: Any, k_cache: Any, v_cache: Any, block_table: Any, seq_lens: Any,

@@ -19,8 +19,8 @@ from torch.fx import GraphModule, Node
 
 from ...errors import BuildError
 from ...plugins_trt.cuda_engine import ENGINE_FILE, WEIGHTS_FILE, AttentionProgram, CudaProgram, PieceProgram
-from ...plugins_trt.paged_attention_tactics import Problem, unsupported_reason
 from ..export import KVGeometry, first_line
+from ..kernel_checks import check_attention
 from ..passes import merge_equal_nodes, optimise
 from ..piecewise import AttentionCall, cut_at_attention, move_to_device
 from ..segments import Segment, evaluate, get_weight
@@ -56,8 +56,7 @@ def lower(
     packages: dict[Hashable, str] = {}
     cut = cut_at_attention(graph_module)
     if arch is not None:
-        for call in (call for piece in cut for call in piece.attentions):
-            check_kernels(call, geometry[call.layer], dtype, block_size, arch)
+        check_attention(graph_module.graph, geometry, dtype, block_size, (arch,))
     pieces = []
     for piece in cut:
         segment = piece.segment
@@ -87,27 +86,6 @@ def lower(
     )
     (directory / ENGINE_FILE).write_text(json.dumps({**facts, **engine.to_json()}, indent=1) + "\n")
     return engine
-
-
-def check_kernels(
-    call: AttentionCall, geometry: KVGeometry, dtype: torch.dtype, block_size: int, arch: int
-) -> None:
-    """Raise `BuildError` naming the layer unless the kernels compute its attention on architecture `arch`."""
-    problem = Problem(
-        num_heads=call.query.meta["val"].shape[1],
-        num_kv_heads=geometry.num_heads,
-        head_dim=geometry.head_dim,
-        block_size=block_size,
-        query_dtype=dtype,
-        cache_dtype=call.cache_dtype,
-        arch=arch,
-        has_window=call.options["window"] > 0,
-        has_soft_cap=call.options["soft_cap"] > 0,
-        has_sinks=call.options["sinks"] is not None,
-        has_alibi=call.options["alibi_slopes"] is not None,
-    )
-    if (reason := unsupported_reason(problem)) is not None:
-        raise BuildError(f"layer {call.layer}: attention on this GPU: {reason}")
 
 
 class _WeightStore:

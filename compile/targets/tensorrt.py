@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ...errors import BuildError
 from ...interrupts import held_interrupts
 from ...plugins_trt.fp8_linear import unsupported_reason as fp8_unsupported_reason
@@ -57,16 +59,30 @@ class NetworkLayer:
 
 @dataclass(frozen=True, slots=True)
 class TensorRTOptions:
-    """`gpus`: compute capabilities such as `8.9`; empty: the GPU of this machine (TensorRT) or all that are
-    supported (TensorRT-RTX). `workspace_bytes` limits the scratch memory of a layer.
+    """`gpus`: compute capabilities such as `8.9`, for TensorRT that of this machine's GPU. `workspace_bytes` limits
+    the scratch memory of a layer.
     """
 
     gpus: tuple[str, ...] = ()
     workspace_bytes: int = 1 << 30
 
 
-def check_gpus(target: str, gpus: Sequence[str], scheme: str | None = None) -> tuple[str, ...]:
-    """The compute capabilities to build for: those given, or all that can run the quantisation `scheme`.
+def machine_gpu() -> str:
+    """Compute capability of this machine's first GPU, which TensorRT builds for. Raises `BuildError` without one."""
+    if not torch.cuda.is_available():
+        raise BuildError(
+            f"target: tensorrt builds for the GPU of the machine that it runs on, and torch {torch.__version__} finds "
+            "none; an engine of --target tensorrt-rtx can be built here, without a GPU"
+        )
+    major, minor = torch.cuda.get_device_capability(0)
+    return f"{major}.{minor}"
+
+
+def check_gpus(
+    target: str, gpus: Sequence[str], scheme: str | None = None, *, detect_gpu: Callable[[], str]
+) -> tuple[str, ...]:
+    """The compute capabilities to build for. TensorRT-RTX: those given, or all that can run the quantisation `scheme`;
+    TensorRT: the one that `detect_gpu` finds.
 
     Raises `BuildError` naming the option.
     """
@@ -75,7 +91,10 @@ def check_gpus(target: str, gpus: Sequence[str], scheme: str | None = None) -> t
             raise BuildError(
                 "gpu: TensorRT builds for the GPU of the machine that it runs on; --gpu is for tensorrt-rtx"
             )
-        return ()
+        here = detect_gpu()
+        if (reason := _unable(here, scheme)) is not None:
+            raise BuildError(f"gpu: this machine's, of compute capability {here}, {reason}")
+        return (here,)
     able = [gpu for gpu in RTX_COMPUTE_CAPABILITIES if _unable(gpu, scheme) is None]
     for gpu in gpus:
         if gpu not in RTX_COMPUTE_CAPABILITIES:
@@ -199,11 +218,13 @@ def _configure(
 
 
 def _use_timing_cache(config: Any, path: Path | None) -> Any:
-    """Give the builder the timings that `path` holds; None without a path."""
+    """Give the builder the timings that `path` holds, or none where it refuses those; None without a path."""
     if path is None:
         return None
     cache = config.create_timing_cache(path.read_bytes() if path.is_file() else b"")
-    config.set_timing_cache(cache, False)
+    if cache is None or not config.set_timing_cache(cache, False):  # of another GPU or driver, or damaged
+        cache = config.create_timing_cache(b"")
+        config.set_timing_cache(cache, False)
     return cache
 
 

@@ -10,12 +10,12 @@ from torch.fx import GraphModule
 
 from pelton.compile.experts import PELTON
 from pelton.compile.export import KVGeometry, export, kv_geometry
+from pelton.compile.kernel_checks import check_attention
 from pelton.compile.merge_quantized import merge_quantized_siblings
 from pelton.compile.passes import merge_equal_nodes, optimise
 from pelton.compile.piecewise import Piece, cut_at_attention, move_to_device
 from pelton.compile.quantize import Quantization, quantize_linears
 from pelton.compile.segments import PAGED_ATTENTION, layer_prefix
-from pelton.compile.targets.cuda import check_kernels
 from pelton.errors import BuildError
 from support.checkpoints import FAMILIES, MOE_FAMILIES, MORE_FAMILIES, tiny_model
 
@@ -121,13 +121,13 @@ def test_equal_nodes_are_one_but_for_random_ones() -> None:
 
 def test_heads_that_the_kernels_cannot_compute_are_refused_with_their_layer() -> None:
     model = tiny_model("llama").half()
-    (geometry, _) = kv_geometry(model.config)
-    pieces = cut_at_attention(optimise(export(model, block_size=BLOCK_SIZE).module(check_guards=False)))
-    call = pieces[1].attentions[0]
-    check_kernels(call, geometry, torch.float16, BLOCK_SIZE, 90)
+    first, second = kv_geometry(model.config)
+    graph = optimise(export(model, block_size=BLOCK_SIZE).module(check_guards=False)).graph
+    check_attention(graph, (first, second), torch.float16, BLOCK_SIZE, (80, 90))
+    odd = (first, KVGeometry(second.num_heads, 24))
     with pytest.raises(
-        BuildError, match=r"^layer 1: attention on this GPU: heads must have a multiple of 16"
+        BuildError, match=r"^layer 1: attention .* 8\.0: heads must have a multiple of 16 .*--target cpu$"
     ):
-        check_kernels(call, KVGeometry(geometry.num_heads, 24), torch.float16, BLOCK_SIZE, 90)
-    with pytest.raises(BuildError, match=r"^layer 1: .*queries must be float16 or bfloat16"):
-        check_kernels(call, geometry, torch.float32, BLOCK_SIZE, 90)
+        check_attention(graph, odd, torch.float16, BLOCK_SIZE, (80, 90))
+    with pytest.raises(BuildError, match=r"^layer 0: .*queries must be float16 or bfloat16"):
+        check_attention(graph, (first, second), torch.float32, BLOCK_SIZE, (90,))

@@ -9,6 +9,7 @@ from pathlib import Path
 import onnx
 import pytest
 import torch
+from torch import Tensor, nn
 
 from pelton.compile.bundle import Limits
 from pelton.compile.checkpoint import load_model, open_checkpoint
@@ -20,8 +21,11 @@ from pelton.compile.targets.tensorrt import (
     TensorRTOptions,
     build_plan,
     check_gpus,
+    machine_gpu,
 )
 from pelton.errors import BuildError
+from pelton.plugins_trt.fp8_linear import fp8_linear
+from pelton.plugins_trt.int4_linear import int4_linear, quantize_int4
 from pelton.plugins_trt.tensorrt import TENSORRT, TENSORRT_RTX, find_version
 from support.checkpoints import tiny_checkpoint
 
@@ -133,16 +137,71 @@ def test_an_interrupt_stops_the_builder(llama: tuple[Path, tuple[Profile, ...]],
         (TENSORRT_RTX, ["7.5"], None, r"gpu: 7\.5 is too old"),
         (TENSORRT_RTX, ["8.6"], "fp8", r"gpu: 8\.6 cannot run --quantize fp8: FP8 needs .* 8\.9"),
         (TENSORRT, ["8.9"], None, "gpu: TensorRT builds for the GPU of the machine"),
+        (TENSORRT, [], "fp8", r"gpu: this machine's, of compute capability 8\.0, cannot run --quantize fp8"),
     ],
 )
 def test_gpus_that_cannot_be_built_for(
     target: str, gpus: list[str], scheme: str | None, message: str
 ) -> None:
     with pytest.raises(BuildError, match=message):
-        check_gpus(target, gpus, scheme)
+        check_gpus(target, gpus, scheme, detect_gpu=lambda: "8.0")
 
 
 def test_gpus_are_ordered_and_once() -> None:
-    assert check_gpus(TENSORRT_RTX, ["12.0", "8.9", "8.9"]) == ("8.9", "12.0")
-    assert check_gpus(TENSORRT_RTX, [], "fp8") == ("8.9", "12.0", "12.1")
-    assert check_gpus(TENSORRT, []) == ()
+    given = check_gpus(TENSORRT_RTX, ["12.0", "8.9", "8.9"], detect_gpu=machine_gpu)
+    assert given == ("8.9", "12.0")
+    assert check_gpus(TENSORRT_RTX, [], "fp8", detect_gpu=machine_gpu) == ("8.9", "12.0", "12.1")
+    assert check_gpus(TENSORRT, [], detect_gpu=lambda: "9.0") == ("9.0",)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
+def test_tensorrt_without_a_gpu_says_what_can_be_built() -> None:
+    with pytest.raises(
+        BuildError, match=r"target: tensorrt builds for the GPU .* finds none; .*tensorrt-rtx"
+    ):
+        check_gpus(TENSORRT, [], detect_gpu=machine_gpu)
+
+
+class _Int4(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        weight = quantize_int4(torch.ones(32, 64), 32, symmetric=True)
+        self.register_buffer("qweight", weight.qweight)
+        self.register_buffer("scales", weight.scales)
+
+    def forward(self, x: Tensor, options: dict[str, Tensor]) -> Tensor:
+        out: Tensor = int4_linear(x, self.qweight, self.scales, None, 32, **options)
+        return out
+
+
+class _Fp8(nn.Module):
+    def forward(self, x: Tensor, options: dict[str, Tensor]) -> Tensor:
+        weight = torch.ones(32, 64).to(torch.float8_e4m3fn)
+        out: Tensor = fp8_linear(x, weight, torch.ones(1), **{"input_scale": None, **options})
+        return out
+
+
+class _Model(nn.Module):
+    """`proj` is a linear layer with tensors that TensorRT's plugins do not take."""
+
+    def __init__(self, proj: nn.Module) -> None:
+        super().__init__()
+        self.proj = proj
+
+    def forward(self, x: Tensor, options: dict[str, Tensor]) -> Tensor:
+        out: Tensor = self.proj(x, options)
+        return out
+
+
+@pytest.mark.parametrize(
+    ("proj", "argument", "size"), [(_Int4, "bias", 32), (_Fp8, "bias", 32), (_Fp8, "input_scale", 1)]
+)
+def test_tensors_that_the_plugins_do_not_take_are_refused_with_their_layer(
+    proj: type[nn.Module], argument: str, size: int, tmp_path: Path
+) -> None:
+    program = torch.export.export(_Model(proj()), (torch.ones(2, 64), {argument: torch.ones(size)}))
+    with pytest.raises(
+        BuildError, match=rf"proj: TensorRT's plugin for .*_linear does not take {argument}: use "
+    ):
+        write_onnx(program, tmp_path)
+    assert not list(tmp_path.iterdir())

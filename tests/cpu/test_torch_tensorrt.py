@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import importlib
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +90,17 @@ def test_options_cache_and_progress_are_those_of_the_other_way(built: Built) -> 
     assert (built.directory / PLAN_FILE).read_bytes() == fake.PLAN
     assert (built.directory / "timing").read_bytes() == b"measured+"
     assert built.lines == ["Building engine (1 of 2)", "Building engine (2 of 2)"]
+
+
+@pytest.mark.parametrize("timings", [fake.DAMAGED_TIMINGS, fake.OTHER_TIMINGS])
+def test_timings_that_tensorrt_refuses_are_replaced(
+    timings: bytes, llama: Exported, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, made = fake.install(monkeypatch)
+    (tmp_path / "timing").write_bytes(timings)
+    build(llama, tmp_path, timing_cache=tmp_path / "timing")
+    assert made[0].builder.config.cached is not None, "the builder keeps what it measures"
+    assert (tmp_path / "timing").read_bytes() == b"+"
 
 
 def test_both_profiles_are_built_and_inputs_span_them(built: Built) -> None:
@@ -300,6 +312,7 @@ def test_the_frontend_is_part_of_the_key_and_of_the_command(
     fake.pretend_installed(monkeypatch, "2.13.0")
     for module in ("build_plan", "targets.tensorrt_target"):
         monkeypatch.setattr(f"pelton.compile.{module}.require_version", lambda target: "11.0.0")
+    monkeypatch.setattr("pelton.compile.targets.tensorrt.machine_gpu", lambda: "9.0")
     checkpoint = str(tiny_checkpoint("llama", tmp_path, dtype=torch.float16))
     theirs, ours, default = (
         resolve(BuildRequest(checkpoint, target="tensorrt", frontend=frontend))
@@ -312,3 +325,27 @@ def test_the_frontend_is_part_of_the_key_and_of_the_command(
     assert " --frontend torch-tensorrt" in theirs.command
     assert "--frontend" not in ours.command
     assert theirs.content_key != ours.content_key == default.content_key
+
+
+def test_the_gpu_and_what_makes_the_graph_are_part_of_the_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("onnxscript")
+    for module in ("build_plan", "targets.tensorrt_target"):
+        monkeypatch.setattr(f"pelton.compile.{module}.require_version", lambda target: "11.0.0")
+    request = BuildRequest(str(tiny_checkpoint("llama", tmp_path, dtype=torch.float16)), target="tensorrt")
+    plans = {}
+    for gpu in ("8.0", "9.0"):
+        monkeypatch.setattr("pelton.compile.targets.tensorrt.machine_gpu", lambda gpu=gpu: gpu)
+        plans[gpu] = resolve(request)
+        assert plans[gpu].target.options()["gpus"] == [gpu]
+        assert "--gpu" not in plans[gpu].command, "there is no choice"
+    assert plans["8.0"].content_key != plans["9.0"].content_key
+    assert plans["8.0"].target._timing_cache() != plans["9.0"].target._timing_cache()
+    assert resolve(request).content_key == plans["9.0"].content_key
+    found = metadata.version
+    for package in ("onnx", "onnxscript", "triton"):
+        assert plans["9.0"].target.options()["packages"][package] == found(package)
+        with monkeypatch.context() as patch:
+            patch.setattr(metadata, "version", lambda name, p=package: "0.1" if name == p else found(name))
+            assert resolve(request).content_key != plans["9.0"].content_key, package

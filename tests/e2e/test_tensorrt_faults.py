@@ -95,6 +95,8 @@ def test_options_that_cannot_be_built_name_the_option(
             {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
             "LlamaForCausalLM cannot be exported",
         ),
+        ("llama", {"head_dim": 72}, "layer 0: attention on a GPU of compute capability 8.9: heads must have"),
+        ("llama", {"head_dim": 512}, "at most 256, not 512; use --target cpu"),
         ("llama", {"hidden_act": "mish"}, "model.layers.0.mlp.act_fn/Mish: TensorRT has this operator in float16 and"),
     ],
 )  # fmt: skip

@@ -92,6 +92,9 @@ class Profile:
         self.shapes[input] = (min, opt, max)
 
 
+DAMAGED_TIMINGS, OTHER_TIMINGS = b"damaged", b"of another GPU"
+
+
 class Config:
     def __init__(self) -> None:
         self.profiles: list[Profile] = []
@@ -112,9 +115,13 @@ class Config:
         return len(self.profiles) - 1
 
     def create_timing_cache(self, serialized_timing_cache: bytes) -> Any:
+        if serialized_timing_cache == DAMAGED_TIMINGS:
+            return None
         return SimpleNamespace(serialize=lambda: serialized_timing_cache + b"+")
 
     def set_timing_cache(self, cache: Any, ignore_mismatch: bool) -> bool:
+        if cache.serialize().startswith(OTHER_TIMINGS):
+            return False
         self.cached = cache.serialize()
         return True
 

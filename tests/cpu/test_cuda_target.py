@@ -242,11 +242,11 @@ def test_shapes_and_pages_outside_are_refused_before_the_engine_sees_them(
 
 
 class NoMemory(HostDevice):
-    """It counts what is alive of `weights` when it is closed."""
+    """It counts what is alive of `tensors` when it is closed."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.weights: list[weakref.ref[torch.Tensor]] = []
+        self.tensors: list[weakref.ref[torch.Tensor]] = []
         self.num_alive = -1
 
     def allocate_staging(self, num_bytes: int) -> torch.Tensor:
@@ -254,7 +254,7 @@ class NoMemory(HostDevice):
 
     def close(self) -> None:
         super().close()
-        self.num_alive = sum(weight() is not None for weight in self.weights)
+        self.num_alive = sum(tensor() is not None for tensor in self.tensors)
 
 
 @pytest.mark.parametrize("fails", ["pages", "staging"])
@@ -265,19 +265,26 @@ def test_a_load_that_fails_holds_no_memory_when_the_device_is_closed(
 
     def load(path: Path, device: str) -> dict[str, torch.Tensor]:
         weights = load_file(path, device=device)
-        host.weights += map(weakref.ref, weights.values())
+        host.tensors += map(weakref.ref, weights.values())
         return weights
 
-    def no_memory(*_: Any, **__: Any) -> torch.Tensor:
-        raise RuntimeError("out of memory")
+    def allocate(*arguments: Any, **options: Any) -> torch.Tensor:
+        """Pages of one layer, and no more."""
+        if not next(left):
+            raise RuntimeError("out of memory")
+        pages = zeros(*arguments, **options)
+        host.tensors.append(weakref.ref(pages))
+        return pages
+
+    zeros, left = torch.zeros, iter([True, True, False])
 
     monkeypatch.setattr("pelton.plugins_trt.cuda_engine.load_file", load)
     if fails == "pages":
-        monkeypatch.setattr(torch, "zeros", no_memory)
+        monkeypatch.setattr(torch, "zeros", allocate)
     with pytest.raises(ConfigError, match=r"^kv_cache_memory: .*out of memory"):
         open_on_host(cuda_bundles["llama"], device=host)
     assert host.is_closed
-    assert host.weights
+    assert host.tensors
     assert host.num_alive == 0
 
 

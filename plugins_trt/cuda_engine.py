@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from traceback import clear_frames
 from typing import Any
 
 import torch
@@ -169,12 +170,20 @@ class CudaEngine:
         self._attend = attend or own_attend
         if is_cuda:
             register_kernels()
-        self._weights = _load_weights(directory / WEIGHTS_FILE, device, program)
-        self._packages = {
-            name: _load_package(directory / name, device)
-            for name in dict.fromkeys(piece.package for piece in program.pieces)
-        }
-        self._caches = _allocate_pages(program, device, num_blocks)
+        try:
+            self._weights = _load_weights(directory / WEIGHTS_FILE, device, program)
+            self._packages = {
+                name: _load_package(directory / name, device)
+                for name in dict.fromkeys(piece.package for piece in program.pieces)
+            }
+            self._caches = _allocate_pages(program, device, num_blocks)
+        except BaseException as error:
+            self.close()
+            # What has been loaded must be free when this is caught, and tracebacks hold on to it.
+            for fault in (error, error.__cause__):
+                if fault is not None:
+                    clear_frames(fault.__traceback__)
+            raise
 
     def run(self, step: Mapping[str, Tensor], *, max_rows: int) -> Tensor:
         """One step: logits `[N, vocab]` float32, on the device and not waited for. Raises `EngineError` when closed.

@@ -11,8 +11,10 @@ size runs as it is and is then captured.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from weakref import WeakSet
 
 import numpy as np
 import torch
@@ -55,27 +57,39 @@ class CudaExecutor:
         use_graphs: bool = True,
     ) -> None:
         self._device = device
-        needs = CudaNeeds.read(manifest, rebuild(manifest, directory))
-        self._memory = plan = plan_memory(
-            facts,
-            needs,
-            manifest.limits,
-            weight_bytes=(directory / WEIGHTS_FILE).stat().st_size,
-            kv_cache_bytes=kv_cache_bytes,
-            free_bytes=device.free_bytes(),
-        )
-        self._limits = engine_limits(facts, manifest.limits, plan.num_blocks)
-        self._placer = Placer(facts, self._limits, use_graphs=use_graphs)
         self._graphs: dict[StepSize, Callable[[], None]] = {}
+        self._samplers: WeakSet[DeviceSampler] = WeakSet()
+        self._transfer = TorchTransfer(device.device, self._while_open)
+        self._engine: CudaEngine | None = None
+        self._staging = self._inputs = self._logits = torch.empty(0)
         self._is_closed = False
-        self._engine = CudaEngine(directory, device=device.device, num_blocks=plan.num_blocks, attend=attend)
         try:
-            self._staging = device.allocate_staging(plan.input_bytes)
-            self._inputs = torch.empty(plan.input_bytes, dtype=torch.uint8, device=device.device)
-            shape = (plan.num_logits_rows, self._limits.vocab_size)
-            self._logits = torch.empty(shape, dtype=torch.float32, device=device.device)
-        except RuntimeError as error:
+            needs = CudaNeeds.read(manifest, rebuild(manifest, directory))
+            self._memory = plan_memory(
+                facts,
+                needs,
+                manifest.limits,
+                weight_bytes=(directory / WEIGHTS_FILE).stat().st_size,
+                kv_cache_bytes=kv_cache_bytes,
+                free_bytes=device.free_bytes(),
+            )
+            num_blocks = self._memory.num_blocks
+            self._limits = engine_limits(facts, manifest.limits, num_blocks)
+            self._placer = Placer(facts, self._limits, use_graphs=use_graphs)
+            self._engine = CudaEngine(directory, device=device.device, num_blocks=num_blocks, attend=attend)
+            self._allocate()
+        except BaseException:
             self.close()
+            raise
+
+    def _allocate(self) -> None:
+        plan, device = self._memory, self._device.device
+        try:
+            self._staging = self._device.allocate_staging(plan.input_bytes)
+            self._inputs = torch.empty(plan.input_bytes, dtype=torch.uint8, device=device)
+            shape = (plan.num_logits_rows, self._limits.vocab_size)
+            self._logits = torch.empty(shape, dtype=torch.float32, device=device)
+        except RuntimeError as error:
             raise ConfigError(
                 f"kv_cache_memory: nothing is left for inputs and logits ({error}); lower it"
             ) from error
@@ -89,21 +103,22 @@ class CudaExecutor:
         return self._memory
 
     def make_sampler(self, eos_token_ids: Iterable[int]) -> Sampler:
-        transfer = TorchTransfer(self._device.device)
-        sizes = self._memory.sampling
-        return DeviceSampler(self._limits.vocab_size, eos_token_ids, transfer=transfer, sizes=sizes)
+        sampler = DeviceSampler(
+            self._limits.vocab_size, eos_token_ids, transfer=self._transfer, sizes=self._memory.sampling
+        )
+        self._samplers.add(sampler)
+        return sampler
 
     def execute(self, inputs: StepInputs) -> StepOutput:
         """Raises `EngineError`, with nothing enqueued, when a shape is outside what the engine was built for or a
         page outside what was allocated."""
-        if self._is_closed:
-            raise EngineError("the executor is closed")
+        engine = self._open_engine()
         check_consistent(inputs, self._limits.block_size)
         self._check_pages(inputs)
         passes = self._split(inputs.logits_rows)
         placements = [self._placer.place(inputs, len(rows)) for rows in passes]
         with torch.inference_mode(), self._device.faults():
-            self._engine.copy_blocks(inputs.block_copies.tolist())
+            engine.copy_blocks(inputs.block_copies.tolist())
             if len(passes) == 1:
                 return StepOutput(self._run(inputs, passes[0], placements[0]))
             # Each run overwrites the logits of the last one, and they would not fit side by side.
@@ -112,14 +127,34 @@ class CudaExecutor:
             return StepOutput(torch.cat(parts))
 
     def close(self) -> None:
-        """Give back the memory; a later `execute` raises `EngineError`."""
+        """Give back the memory; a later `execute`, and sampling, raise `EngineError`."""
         if self._is_closed:
             return
         self._is_closed = True
-        self._graphs.clear()
-        self._engine.close()
-        self._staging = self._inputs = self._logits = torch.empty(0)
-        self._device.close()
+        try:
+            self._device.synchronize()  # graphs may be in flight
+        finally:
+            self._graphs.clear()
+            for sampler in self._samplers:
+                sampler.release()
+            self._transfer.release()
+            if self._engine is not None:
+                self._engine.close()
+            self._engine = None
+            self._staging = self._inputs = self._logits = torch.empty(0)
+            self._device.close()
+
+    def _open_engine(self) -> CudaEngine:
+        if self._engine is None:
+            raise EngineError("the executor is closed")
+        return self._engine
+
+    @contextmanager
+    def _while_open(self) -> Iterator[None]:
+        """What samplers do on the device happens within this."""
+        self._open_engine()
+        with self._device.faults():
+            yield
 
     def _check_pages(self, inputs: StepInputs) -> None:
         num_blocks = self._limits.num_blocks
@@ -154,7 +189,7 @@ class CudaExecutor:
     def _forward(self, size: StepSize, max_rows: int) -> None:
         """Enqueue the engine on the inputs as `fill` lays them out."""
         step = {name: self._input(size, name) for name in size.shapes}
-        self._logits[: size.num_rows].copy_(self._engine.run(step, max_rows=max_rows))
+        self._logits[: size.num_rows].copy_(self._open_engine().run(step, max_rows=max_rows))
 
     def _input(self, size: StepSize, name: str) -> Tensor:
         shape, dtype = size.shapes[name], getattr(torch, STEP_INPUTS[name])
@@ -168,4 +203,5 @@ class CudaExecutor:
         except EngineError as error:
             log.warning("decode steps run without CUDA graphs from now on: %s", str(error))
             self._placer.use_graphs = False
+            self._device.synchronize()  # graphs of other sizes may be in flight
             self._graphs.clear()

@@ -16,7 +16,8 @@ import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
 import numpy as np
 
@@ -41,6 +42,9 @@ from .trt_loading import (
 from .trt_memory import MemoryPlan, engine_limits, plan_memory
 from .trt_sampling import SamplingBuffers, StreamTransfer
 from .trt_shapes import Placement, Placer, StepSize, check_consistent, fill
+
+if TYPE_CHECKING:  # brings torch
+    from .sampler_device import DeviceSampler
 
 log = logging.getLogger(__name__)
 
@@ -122,6 +126,7 @@ class TensorRTExecutor:
         self._runtime: Any = None
         self._logits: Any = None  # tensor [num_logits_rows, vocab_size] on the buffer
         self._creators: list[Any] = []
+        self._samplers: WeakSet[DeviceSampler] = WeakSet()
         self._is_closed = self._is_in_flight = False
         try:
             self._load(directory, rebuild(manifest, directory))
@@ -188,10 +193,12 @@ class TensorRTExecutor:
             wait=self._wait,
         )
         sizes = self._memory.sampling
-        return DeviceSampler(self._limits.vocab_size, eos_token_ids, transfer=transfer, sizes=sizes)
+        sampler = DeviceSampler(self._limits.vocab_size, eos_token_ids, transfer=transfer, sizes=sizes)
+        self._samplers.add(sampler)
+        return sampler
 
     def close(self) -> None:
-        """Give back the memory; a later `execute` raises `EngineError`."""
+        """Give back the memory; a later `execute`, and sampling, raise `EngineError`."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -202,6 +209,8 @@ class TensorRTExecutor:
             self._drop_lanes()
             self._engine = self._runtime = self._logits = None
             self._creators = []
+            for sampler in self._samplers:
+                sampler.release()
             self._device.close()
 
     def _load(self, directory: Path, remedy: str) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
+from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
 import numpy as np
@@ -62,30 +63,46 @@ class Transfer(Protocol):
 
 
 class TorchTransfer:
-    """`Transfer` on torch's current stream of `device`."""
+    """`Transfer` on torch's current stream of `device`.
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    Each run happens within `guard()`, which may refuse it and says what torch's errors become.
+    """
+
+    def __init__(
+        self, device: torch.device, guard: Callable[[], AbstractContextManager[None]] = nullcontext
+    ) -> None:
+        self._device, self._guard = device, guard
         self._staging = torch.empty(0, dtype=torch.uint8)
+        self._uploaded: torch.cuda.Event | None = None  # after the last copy from `_staging`
 
     @property
     def device(self) -> torch.device:
         return self._device
 
     def run(self, parameters: np.ndarray, num_results: int, work: Work) -> np.ndarray:
-        results = torch.empty(num_results, dtype=torch.int64, device=self._device)
-        work(self._upload(torch.from_numpy(parameters)), results)
-        on_host: np.ndarray = results.cpu().numpy()
-        return on_host
+        with self._guard():
+            results = torch.empty(num_results, dtype=torch.int64, device=self._device)
+            work(self._upload(torch.from_numpy(parameters)), results)
+            on_host: np.ndarray = results.cpu().numpy()
+            return on_host
+
+    def release(self) -> None:
+        """Give back the staging memory; a later `run` takes it again."""
+        self._staging = torch.empty(0, dtype=torch.uint8)
 
     def _upload(self, parameters: Tensor) -> Tensor:
         if self._device.type == "cpu":
             return parameters
-        # The copy before this one is done: its results were waited for.
+        # Where `work` failed, nobody has waited for the results, and the copy before this one may not be done.
+        if self._uploaded is None:
+            self._uploaded = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._uploaded.synchronize()
         if len(self._staging) < len(parameters):
             self._staging = torch.empty(len(parameters), dtype=torch.uint8, pin_memory=True)
         staged = self._staging[: len(parameters)].copy_(parameters)
-        return staged.to(self._device, non_blocking=True)
+        uploaded = staged.to(self._device, non_blocking=True)
+        self._uploaded.record(torch.cuda.current_stream(self._device))
+        return uploaded
 
 
 class DeviceSampler:
@@ -147,6 +164,11 @@ class DeviceSampler:
 
     def forget(self, sequence: Sequence) -> None:
         self._counts.forget(sequence)
+
+    def release(self) -> None:
+        """Give back the memory for counts; it is taken and filled again when it is needed."""
+        self._table = None
+        self._counts.clear()
 
     def _transfer_for(self, logits: np.ndarray | Tensor) -> Transfer:
         if self._transfer is None:

@@ -47,6 +47,10 @@ class TorchDevice(Protocol):
         """Torch's errors about the device within it become `EngineError`."""
         ...
 
+    def synchronize(self) -> None:
+        """Block until all work is done. Raises `EngineError` when some of it failed."""
+        ...
+
     def close(self) -> None:
         """Wait for all work and give back unused memory. May be called again."""
         ...
@@ -60,6 +64,8 @@ class TorchGpu:
         self._uploaded = torch.cuda.Event()  # type: ignore[no-untyped-call]
         # Captured graphs run one at a time, so they share the memory for what they compute on the way.
         self._pool = torch.cuda.graph_pool_handle()
+        # One for all captures: cuBLAS keeps a workspace for each stream that it has seen.
+        self._capturing = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
 
     @property
     def device(self) -> torch.device:
@@ -80,8 +86,7 @@ class TorchGpu:
         self._uploaded.synchronize()
 
     def capture(self, enqueue: Callable[[], None]) -> Callable[[], None]:
-        graph = torch.cuda.CUDAGraph()
-        stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        graph, stream = torch.cuda.CUDAGraph(), self._capturing
         stream.wait_stream(torch.cuda.current_stream(self._device))
         with self.faults(), torch.cuda.stream(stream):
             # Not torch.cuda.graph: it synchronises the device and empties the allocator's cache. Other threads may
@@ -94,21 +99,32 @@ class TorchGpu:
         torch.cuda.current_stream(self._device).wait_stream(stream)
         return graph.replay
 
-    @contextmanager
-    def faults(self) -> Iterator[None]:
-        try:
-            yield
-        except torch.OutOfMemoryError as error:
-            raise EngineError(
-                f"the GPU has too little memory for this step ({_first_line(error)}); lower kv_cache_memory"
-            ) from error
-        except RuntimeError as error:
-            raise EngineError(f"the GPU failed: {_first_line(error)}") from error
+    def faults(self) -> AbstractContextManager[None]:
+        return typed_faults()
+
+    def synchronize(self) -> None:
+        with self.faults():
+            torch.cuda.synchronize(self._device)
 
     def close(self) -> None:
         with self.faults():
-            torch.cuda.synchronize(self._device)
-        torch.cuda.empty_cache()
+            try:
+                torch.cuda.synchronize(self._device)
+            finally:
+                torch.cuda.empty_cache()
+
+
+@contextmanager
+def typed_faults() -> Iterator[None]:
+    """`TorchDevice.faults`."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise EngineError(
+            f"the GPU has too little memory for this step ({_first_line(error)}); lower kv_cache_memory"
+        ) from error
+    except RuntimeError as error:
+        raise EngineError(f"the GPU failed: {_first_line(error)}") from error
 
 
 def _first_line(error: Exception) -> str:

@@ -68,15 +68,19 @@ class StreamTransfer:
         if num_bytes > buffers.parameters.num_bytes or result_bytes > buffers.results.num_bytes:
             raise ValueError(f"{num_bytes} bytes of parameters and {result_bytes} of results do not fit")
         self._enter()
-        if num_bytes:
-            device.view(buffers.staging)[:num_bytes] = parameters
-            device.copy_to_device(buffers.staging, buffers.parameters, num_bytes, stream)
-        results = device.tensor(buffers.results, "int64", (num_results,))
-        device.run(
-            lambda uploaded, *_: work(uploaded[:num_bytes], results),
-            (buffers.parameters, buffers.results, self._logits),
-            stream,
-        )
-        device.copy_to_host(buffers.results, buffers.tokens, result_bytes, stream)
+        try:
+            if num_bytes:
+                device.view(buffers.staging)[:num_bytes] = parameters
+                device.copy_to_device(buffers.staging, buffers.parameters, num_bytes, stream)
+            results = device.tensor(buffers.results, "int64", (num_results,))
+            device.run(
+                lambda uploaded, *_: work(uploaded[:num_bytes], results),
+                (buffers.parameters, buffers.results, self._logits),
+                stream,
+            )
+            device.copy_to_host(buffers.results, buffers.tokens, result_bytes, stream)
+        except BaseException:
+            self._wait()  # the copy may still read the staging memory, which the next call writes
+            raise
         self._wait()
         return device.view(buffers.tokens)[:result_bytes].view(np.int64).copy()

@@ -6,6 +6,7 @@ Everything but device code runs here: what a GPU alone can run stands in `runtim
 from __future__ import annotations
 
 import json
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 from conftest import pelton
+from safetensors.torch import load_file
 
 from pelton import LLM, SamplingParams
 from pelton.compile.build_plan import BuildRequest, default_output, resolve
@@ -27,6 +29,10 @@ from pelton.plugins_trt.cuda_engine import CudaProgram
 from pelton.runtime.engine import Engine, EngineConfig
 from pelton.runtime.executor_cuda import CudaExecutor
 from pelton.runtime.inputs import StepInputs
+from pelton.runtime.outputs import TokenEvent
+from pelton.runtime.request import Request
+from pelton.runtime.sampler_device import DeviceSampler
+from pelton.runtime.sequence import Sequence
 from pelton.runtime.tokenizer import Tokenizer
 from pelton.scripts import inspect
 from support.checkpoints import tiny_checkpoint
@@ -235,6 +241,78 @@ def test_shapes_and_pages_outside_are_refused_before_the_engine_sees_them(
         executor.execute(flat_step(([1], 0, [0])))
 
 
+class NoMemory(HostDevice):
+    """It counts what is alive of `tensors` when it is closed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tensors: list[weakref.ref[torch.Tensor]] = []
+        self.num_alive = -1
+
+    def allocate_staging(self, num_bytes: int) -> torch.Tensor:
+        raise RuntimeError("out of memory")
+
+    def close(self) -> None:
+        super().close()
+        self.num_alive = sum(tensor() is not None for tensor in self.tensors)
+
+
+@pytest.mark.parametrize("fails", ["pages", "staging"])
+def test_a_load_that_fails_holds_no_memory_when_the_device_is_closed(
+    fails: str, cuda_bundles: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host = NoMemory()
+
+    def load(path: Path, device: str) -> dict[str, torch.Tensor]:
+        weights = load_file(path, device=device)
+        host.tensors += map(weakref.ref, weights.values())
+        return weights
+
+    def allocate(*arguments: Any, **options: Any) -> torch.Tensor:
+        """Pages of one layer, and no more."""
+        if not next(left):
+            raise RuntimeError("out of memory")
+        pages = zeros(*arguments, **options)
+        host.tensors.append(weakref.ref(pages))
+        return pages
+
+    zeros, left = torch.zeros, iter([True, True, False])
+
+    monkeypatch.setattr("pelton.plugins_trt.cuda_engine.load_file", load)
+    if fails == "pages":
+        monkeypatch.setattr(torch, "zeros", allocate)
+    with pytest.raises(ConfigError, match=r"^kv_cache_memory: .*out of memory"):
+        open_on_host(cuda_bundles["llama"], device=host)
+    assert host.is_closed
+    assert host.tensors
+    assert host.num_alive == 0
+
+
+def test_samplers_are_within_the_faults_of_the_device_and_end_with_the_executor(
+    cuda_bundles: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    executor = open_on_host(cuda_bundles["llama"])
+    sampler = executor.make_sampler([0])
+    assert isinstance(sampler, DeviceSampler)
+    output = executor.execute(flat_step(([7, 8, 9], 0, [0])))
+    params = SamplingParams(temperature=0.0, presence_penalty=1.0)
+    member = Sequence(Request("r", (7, 8, 9), params))
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("device-side assert")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("pelton.runtime.sampler_pass.add_counts", fail)
+        with pytest.raises(EngineError, match="the GPU failed: device-side assert"):
+            sampler.sample(output.logits, [member])
+    assert isinstance(sampler.sample(output.logits, [member])[0], TokenEvent)
+    assert sampler._table is not None
+    executor.close()
+    assert sampler._table is None
+    with pytest.raises(EngineError, match="the executor is closed"):
+        sampler.sample(output.logits, [member])
+
+
 def test_the_memory_plan_counts_everything(cuda_bundles: dict[str, Path]) -> None:
     bundle = cuda_bundles["llama"]
     manifest = read_manifest(bundle)
@@ -261,8 +339,10 @@ def test_a_damaged_package_is_named(content: bytes, cuda_bundles: dict[str, Path
         (tmp_path / path.name).symlink_to(path)
     (tmp_path / "piece_1.pt2").unlink()
     (tmp_path / "piece_1.pt2").write_bytes(content)
+    device = HostDevice()
     with pytest.raises(BundleError, match=r"piece_1\.pt2: cannot be loaded .*build the bundle again"):
-        open_on_host(tmp_path)
+        open_on_host(tmp_path, device=device)
+    assert device.is_closed
 
 
 def test_a_damaged_program_is_named(cuda_bundles: dict[str, Path], tmp_path: Path) -> None:

@@ -190,6 +190,19 @@ def test_an_upload_that_nobody_waited_for_is_done_before_the_next_one(
     assert event.token_id == wanted([1, 2, 3])
 
 
+def test_a_step_may_be_sampled_again_after_a_failure(fakes: Fakes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The upload of the first attempt must not read what the second one writes."""
+    sampler = fakes.executor.make_sampler([EOS])
+    logits = fakes.executor.execute(step(prompt(3))).logits
+    with monkeypatch.context() as patch:
+        patch.setattr(fakes.device, "run", lambda *_: fail())
+        with pytest.raises(EngineError, match="planted"):
+            sampler.sample(logits, [sequence(logprobs=1)])
+    event = sampler.sample(logits, [sequence(logprobs=1)])[0]
+    assert isinstance(event, TokenEvent)
+    assert event.token_id == wanted([1, 2, 3])
+
+
 def test_what_the_buffers_do_not_hold_is_not_copied(fakes: Fakes) -> None:
     transfer, sizes = fakes.executor.make_sampler([EOS])._transfer, fakes.executor.memory.sampling  # type: ignore[attr-defined]
     for num_bytes, num_results in ((sizes.parameter_bytes + 1, 1), (0, sizes.result_bytes // 8 + 1)):

@@ -10,7 +10,7 @@ import pytest
 
 from pelton.compile.bundle import HostFacts, Manifest, check_bundle
 from pelton.errors import BundleError, ConfigError
-from pelton.runtime.cuda_loading import check_needs
+from pelton.runtime.cuda_loading import check_needs, find_compiler
 from pelton.runtime.cuda_memory import CudaNeeds, plan_memory
 from support.trt_bundle import COMMAND, limits, read_facts, write_bundle
 
@@ -23,11 +23,25 @@ def bundle(directory: Path, **changes: Any) -> Manifest:
     return replace(manifest, target="cuda", engine={"activation_bytes": 1 << 20, "num_logits_rows": 16})
 
 
-def needs(directory: Path, *, gpu: str | None, has_triton: bool = True, **changes: Any) -> str:
+def needs(
+    directory: Path,
+    *,
+    gpu: str | None,
+    has_triton: bool = True,
+    compiler: str | None = "/usr/bin/gcc",
+    **changes: Any,
+) -> str:
     """What `check_needs` says; empty when it is content."""
     manifest = bundle(directory, **changes)
     try:
-        check_needs(manifest, read_facts(directory), directory, gpu=gpu, has_triton=has_triton)
+        check_needs(
+            manifest,
+            read_facts(directory),
+            directory,
+            gpu=gpu,
+            has_triton=has_triton,
+            compiler=compiler,
+        )
     except BundleError as error:
         return str(error).removeprefix(f"{directory}: ")
     return ""
@@ -45,7 +59,7 @@ def test_another_gpu_is_named_with_how_to_rebuild(tmp_path: Path) -> None:
 
 
 def test_a_machine_without_a_gpu_is_told_so(tmp_path: Path) -> None:
-    assert needs(tmp_path, gpu=None, has_triton=False) == (
+    assert needs(tmp_path, gpu=None, has_triton=False, compiler=None) == (
         "built with/for an NVIDIA GPU of compute capability 9.0, found no CUDA device; run it where there is such a "
         f"GPU, or rebuild for this machine with --target cpu (rebuild with: {COMMAND} -o {tmp_path})"
     )
@@ -57,6 +71,30 @@ def test_a_missing_triton_is_named(tmp_path: Path) -> None:
         "built with/for Triton, which compiles the kernels of its attention, found no triton; "
     )
     assert "pip install 'pelton[cuda]'" in said
+
+
+def test_a_missing_compiler_is_named(tmp_path: Path) -> None:
+    assert needs(tmp_path, gpu="9.0", compiler=None) == (
+        "built with/for a C compiler, with which Triton compiles what launches its kernels, found neither the one "
+        "that CC names nor gcc or clang; install gcc, or set CC to a compiler's path, then, if anything else differs, "
+        f"rebuild with: {COMMAND} -o {tmp_path}"
+    )
+    said = needs(tmp_path, gpu="9.0", has_triton=False, compiler=None)
+    assert "found no triton and neither the one" in said
+    assert "pip install 'pelton[cuda]'" in said
+
+
+def test_the_compiler_is_the_one_that_triton_would_start(tmp_path: Path) -> None:
+    environment = {"PATH": str(tmp_path)}
+    assert find_compiler(environment) is None
+    paths = {}
+    for name in ("clang", "gcc", "other"):  # gcc goes before clang
+        paths[name] = tmp_path / name
+        paths[name].touch(mode=0o755)
+        assert find_compiler(environment) == str(paths["clang" if name == "clang" else "gcc"])
+    assert find_compiler({**environment, "CC": "other"}) == str(paths["other"])
+    assert find_compiler({**environment, "CC": str(paths["other"])}) == str(paths["other"])
+    assert find_compiler({**environment, "CC": "nowhere"}) is None  # Triton looks no further
 
 
 def test_an_engine_of_another_target_is_refused(tmp_path: Path) -> None:

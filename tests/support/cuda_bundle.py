@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from pelton.compile.progress import Progress
 from pelton.compile.targets.cuda_target import CudaTarget
 from pelton.errors import EngineError
 from pelton.runtime.executor_cuda import CudaExecutor
+from pelton.runtime.torch_device import typed_faults
 from pelton.runtime.trt_facts import EngineFacts
 
 BLOCK = 16
@@ -54,7 +55,7 @@ class HostDevice:
     def __init__(self, free_bytes: int = 1 << 30, *, can_capture: bool = True) -> None:
         self._free_bytes = free_bytes
         self._can_capture = can_capture
-        self._is_staging_in_use = False
+        self._in_use: tuple[Tensor, Tensor] | None = None  # staging memory, and what was in it
         self.num_captures = 0
         self.num_replays = 0
         self.num_uploads = 0
@@ -71,13 +72,19 @@ class HostDevice:
         return torch.full((num_bytes,), 0xAB, dtype=torch.uint8)
 
     def upload(self, staging: Tensor, destination: Tensor) -> None:
-        assert not self._is_staging_in_use, "staging memory was written while it was being copied"
+        assert self._in_use is None, "an upload was not waited for"
         destination.copy_(staging)
-        self._is_staging_in_use = True
+        self._in_use = staging, staging.clone()
         self.num_uploads += 1
 
     def wait_for_upload(self) -> None:
-        self._is_staging_in_use = False
+        if self._in_use is not None:
+            staging, uploaded = self._in_use
+            assert torch.equal(staging, uploaded), "staging memory was written while it was being copied"
+        self._in_use = None
+
+    def synchronize(self) -> None:
+        self.wait_for_upload()
 
     def capture(self, enqueue: Callable[[], None]) -> Callable[[], None]:
         if not self._can_capture:
@@ -91,7 +98,7 @@ class HostDevice:
         return replay
 
     def faults(self) -> AbstractContextManager[None]:
-        return nullcontext()
+        return typed_faults()
 
     def close(self) -> None:
         self.is_closed = True

@@ -104,6 +104,10 @@ class Launch:
         with torch.cuda.stream(external):
             yield
 
+    def workspace_block(self, num_bytes: int) -> Tensor | None:
+        """The first bytes of the workspace, as uint8; None for none."""
+        return Buffer(self.workspace, (num_bytes,), "uint8").as_tensor() if num_bytes else None
+
     def workspace_tensor(self, num_elements: int) -> Tensor:
         """The first elements of the workspace, as float32."""
         return Buffer(self.workspace, (num_elements,), "float32").as_tensor()

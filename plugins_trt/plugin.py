@@ -128,6 +128,11 @@ class Operator:
     workspace: Callable[[Sequence[Described], Fields, int], int]
     enqueue: Callable[[Launch], None]
 
+    def workspace_bytes(self, inputs: Sequence[Described], fields: Fields, tactic: int) -> int:
+        """Of `tactic`; 0: TensorRT asks before it has chosen one, so enough for any, as nothing checks it later."""
+        tactics = [tactic] if tactic else self.tactics(inputs, fields)
+        return max(self.workspace(inputs, fields, each) for each in tactics)
+
 
 def register(trt: Any, operator: Operator) -> Any:
     """Register `operator` with the plugin registry of `trt`; returns its creator, which the caller must keep.
@@ -203,9 +208,7 @@ class _BuildMethods:
         return list(self.operator.tactics(self.described, self.fields))
 
     def get_workspace_size(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> int:
-        described = _described(self.trt, inputs)
-        tactic = self.tactic or self.operator.tactics(described, self.fields)[0]
-        return self.operator.workspace(described, self.fields, tactic)
+        return self.operator.workspace_bytes(_described(self.trt, inputs), self.fields, self.tactic)
 
 
 class _RunMethods:

@@ -111,3 +111,17 @@ def test_plugins_ask_for_what_their_launchers_take() -> None:
     between = 8192 * 8 * (2048 + 768) * 2  # hidden and outputs
     for tactic in MOE_EXPERTS_PLUGIN.tactics(experts, fields):
         assert between < MOE_EXPERTS_PLUGIN.workspace(experts, fields, tactic) < between + (1 << 20)
+
+
+def test_before_a_tactic_is_chosen_there_is_room_for_any() -> None:
+    fields = {"group_size": 128}
+    shapes = ((1, 8, 512), "float16"), ((16, 256, 16), "int8"), ((4, 256), "float16")
+    inputs = [Described(*shape) for shape in shapes]
+    each = {
+        t: INT4_LINEAR_PLUGIN.workspace(inputs, fields, t) for t in INT4_LINEAR_PLUGIN.tactics(inputs, fields)
+    }
+    assert len(set(each.values())) > 2
+    assert INT4_LINEAR_PLUGIN.workspace_bytes(inputs, fields, 0) == max(each.values())
+    assert all(
+        INT4_LINEAR_PLUGIN.workspace_bytes(inputs, fields, tactic) == size for tactic, size in each.items()
+    )

@@ -14,17 +14,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from .architectures import ARCHITECTURES
 from .fp8_linear import LARGEST, unsupported_reason
-from .fp8_linear_tactics import QUANTIZE_BLOCK, TACTICS, Problem, default_tactic, supports
+from .fp8_linear_tactics import QUANTIZE_BLOCK, TACTICS, Problem, default_tactic, supports, workspace_layout
 from .linear_tactics import Tactic
 from .split_k_triton import add_parts
 from .triton_compile import KernelVariant
+from .workspace import carve
 
 _LARGEST = tl.constexpr(LARGEST)
 
@@ -103,15 +103,13 @@ def fp8_linear_kernel(
     tl.store(out_rows[None, :] + n[:, None], acc.to(out_ptr.dtype.element_ty), mask=valid)
 
 
-def quantize_rows(x: Tensor, input_scale: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Contiguous `[M, K]` -> (`[M, K]` float8_e4m3fn, scale `[M]`, or the `[1]` that is given)."""
+def quantize_rows(x: Tensor, input_scale: Tensor | None, quantised: Tensor, scale: Tensor) -> None:
+    """Write the contiguous `x` `[M, K]` into `quantised`, float8_e4m3fn of its shape, and what it is divided by into
+    `scale` `[M]` unless it is `input_scale` `[1]`."""
     num_rows, in_features = x.shape
-    quantised = torch.empty_like(x, dtype=torch.float8_e4m3fn)
-    scale = x.new_empty(num_rows, dtype=torch.float32) if input_scale is None else input_scale
     quantize_rows_kernel[num_rows,](
         x, input_scale, quantised, scale, in_features, STATIC=input_scale is not None, BLOCK=QUANTIZE_BLOCK
     )
-    return quantised, scale
 
 
 def fp8_linear(
@@ -123,8 +121,12 @@ def fp8_linear(
     *,
     tactic: Tactic | None = None,
     out: Tensor | None = None,
+    workspace: Tensor | None = None,
 ) -> Tensor:
-    """The operator, on tensors of one device. `out`: contiguous `[..., N]` to write into."""
+    """The operator, on tensors of one device. `out`: contiguous `[..., N]` to write into.
+
+    Pass a flat `workspace` (sized by `workspace_layout`) where allocating is not wanted.
+    """
     out_features, in_features = weight.shape
     rows = x.reshape(-1, in_features).contiguous()
     num_rows = rows.shape[0]
@@ -137,10 +139,11 @@ def fp8_linear(
         out = x.new_empty(*x.shape[:-1], out_features)
     if num_rows == 0:
         return out
-    quantised, scale = quantize_rows(rows, input_scale)
-    parts = None
-    if tactic.split_k > 1:
-        parts = x.new_empty(tactic.split_k, num_rows, out_features, dtype=torch.float32)
+    layout = workspace_layout(problem, tactic, is_static=input_scale is not None)
+    scratch = carve(layout, workspace, x.device)
+    quantised, parts = scratch["quantised"], scratch.get("parts")
+    scale = scratch["scale"] if input_scale is None else input_scale
+    quantize_rows(rows, input_scale, quantised, scale)
     fp8_linear_kernel[tactic.grid(num_rows, out_features)](
         quantised, weight, scale, weight_scale, bias, out if parts is None else parts,
         num_rows, in_features, out_features,

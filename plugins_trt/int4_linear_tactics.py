@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
-from .linear_tactics import Tactic, default_of
+from .linear_tactics import Tactic, default_of, rows_to_size
+from .workspace import Layout, num_bytes
 
 # With more rows x is permuted by a kernel of its own: gathering would keep tiles of x from being copied as they lie.
 MAX_GATHERED_ROWS = 16
@@ -51,3 +52,19 @@ def supports(tactic: Tactic, problem: Problem) -> bool:
 def default_tactic(problem: Problem) -> Tactic:
     usable = (tactic for tactic in TACTICS if supports(tactic, problem))
     return default_of(usable, problem.rows, problem.out_features)
+
+
+def workspace_layout(problem: Problem, tactic: Tactic, *, has_perm: bool) -> Layout:
+    """Scratch: `permuted` x `[M, K]` where it is not gathered, `parts` `[split_k, M, N]` of a split product."""
+    permuted: Layout = {}
+    if has_perm and problem.rows > MAX_GATHERED_ROWS:
+        permuted = {"permuted": ((problem.rows, problem.in_features), problem.dtype)}
+    return {**permuted, **tactic.parts(problem.rows, problem.out_features)}
+
+
+def workspace_bytes(problem: Problem, tactic: Tactic | None, *, has_perm: bool) -> int:
+    """Enough for every call of at most `problem.rows` rows with `tactic`; None: with the default one of each call."""
+    if tactic is not None:
+        return num_bytes(workspace_layout(problem, tactic, has_perm=has_perm))
+    calls = (replace(problem, rows=rows) for rows in rows_to_size(problem.rows))
+    return max(num_bytes(workspace_layout(call, default_tactic(call), has_perm=has_perm)) for call in calls)

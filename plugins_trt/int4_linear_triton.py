@@ -19,15 +19,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from .int4_linear_tactics import MAX_GATHERED_ROWS, PERMUTE_BLOCK, TACTICS, Problem, default_tactic, supports
+from .int4_linear_tactics import PERMUTE_BLOCK, TACTICS, Problem, default_tactic, supports, workspace_layout
 from .linear_tactics import Tactic
 from .split_k_triton import add_parts
 from .triton_compile import KernelVariant
+from .workspace import carve
 
 
 @triton.jit
@@ -169,13 +169,11 @@ def permute_kernel(x_ptr, perm_ptr, out_ptr, in_features, BLOCK: tl.constexpr):
     tl.store(out_ptr + row + k, tl.load(x_ptr + row + feature, mask=valid), mask=valid)
 
 
-def permute(x: Tensor, perm: Tensor) -> Tensor:
-    """Features of the contiguous `x` `[M, K]` in stored order."""
+def permute(x: Tensor, perm: Tensor, out: Tensor) -> None:
+    """Write the features of the contiguous `x` `[M, K]` in stored order into `out`, which is like it."""
     num_rows, in_features = x.shape
-    out = torch.empty_like(x)
     blocks = triton.cdiv(in_features, PERMUTE_BLOCK)
     permute_kernel[num_rows, blocks](x, perm, out, in_features, BLOCK=PERMUTE_BLOCK)
-    return out
 
 
 def int4_linear(
@@ -189,8 +187,12 @@ def int4_linear(
     *,
     tactic: Tactic | None = None,
     out: Tensor | None = None,
+    workspace: Tensor | None = None,
 ) -> Tensor:
-    """The operator, on tensors of one device. `out`: contiguous `[..., N]` to write into."""
+    """The operator, on tensors of one device. `out`: contiguous `[..., N]` to write into.
+
+    Pass a flat `workspace` (sized by `workspace_layout`) where allocating is not wanted.
+    """
     in_features, out_features = x.shape[-1], qweight.shape[1]
     rows = x.reshape(-1, in_features).contiguous()
     num_rows = rows.shape[0]
@@ -203,11 +205,11 @@ def int4_linear(
         out = x.new_empty(*x.shape[:-1], out_features)
     if num_rows == 0:
         return out
-    if perm is not None and num_rows > MAX_GATHERED_ROWS:
-        rows, perm = permute(rows, perm), None
-    parts = None
-    if tactic.split_k > 1:
-        parts = x.new_empty(tactic.split_k, num_rows, out_features, dtype=torch.float32)
+    scratch = carve(workspace_layout(problem, tactic, has_perm=perm is not None), workspace, x.device)
+    if perm is not None and "permuted" in scratch:
+        permute(rows, perm, scratch["permuted"])
+        rows, perm = scratch["permuted"], None
+    parts = scratch.get("parts")
     int4_linear_kernel[tactic.grid(num_rows, out_features)](
         rows, qweight, scales, zeros, bias, perm, out if parts is None else parts,
         num_rows, in_features, out_features, in_features if group_size == -1 else group_size,

@@ -5,6 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+import torch
+
+from .workspace import Layout
+
 # More rows than this are computed in float32 parts only at a cost above that of reading the weights.
 MAX_SPLIT_ROWS = 64
 _FULL_GPU_PROGRAMS = 256  # about two per multiprocessor of a large GPU
@@ -25,15 +29,25 @@ class Tactic:
         """Programs of the product's kernel."""
         return -(-rows // self.block_m), -(-out_features // self.block_n), self.split_k
 
-    def workspace_elements(self, rows: int, out_features: int) -> int:
-        """float32 elements of the parts `[split_k, rows, out_features]` that `split_k_triton.py` adds up."""
-        return self.split_k * rows * out_features if self.split_k > 1 else 0
+    def parts(self, rows: int, out_features: int) -> Layout:
+        """Scratch for the `parts` that `split_k_triton.py` adds up, if there are any."""
+        if self.split_k == 1:
+            return {}
+        return {"parts": ((self.split_k, rows, out_features), torch.float32)}
 
     def can_split(self, rows: int, in_features: int) -> bool:
         """Splits are for few rows, and there is no more of them than tiles of input features."""
         return self.split_k == 1 or (
             rows <= MAX_SPLIT_ROWS and (self.split_k - 1) * self.block_k < in_features
         )
+
+
+def rows_to_size(rows: int) -> Iterable[int]:
+    """Among calls of up to `rows` rows with default tactics, one of these takes the most scratch memory.
+
+    Without splits it grows with the rows; how far fewer rows are split does not.
+    """
+    return {*range(1, min(rows, MAX_SPLIT_ROWS) + 1), rows}
 
 
 def default_of(tactics: Iterable[Tactic], rows: int, out_features: int) -> Tactic:

@@ -7,6 +7,8 @@ the gate and up product reads BLOCK_N features of each, as one operand of twice 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -89,7 +91,7 @@ def int4_down_kernel(
 
 def int4_products(
     x: Tensor,
-    tiles: tuple[Tensor, Tensor],
+    scratch: Mapping[str, Tensor],
     gate_up: Stack,
     down: Stack,
     *,
@@ -97,11 +99,15 @@ def int4_products(
     activation: str,
     tactic: Tactic,
 ) -> Tensor:
-    """x `[T, H]` through both products: each expert's output `[R, H]`. `tiles`: of `group_rows`."""
+    """x `[T, H]` through both products: each expert's output `[R, H]`.
+
+    `scratch` is that of `moe_experts_tactics.workspace_layout`, its rows grouped.
+    """
     num_tokens, hidden_size = x.shape
-    intermediate_size, max_tiles = gate_up.weight.shape[2] // 2, tiles[0].numel()
+    intermediate_size, max_tiles = gate_up.weight.shape[2] // 2, scratch["tile_expert"].numel()
     rows, has_zeros = num_tokens * top_k, gate_up.zeros is not None
-    hidden, outputs = x.new_empty(rows, intermediate_size), x.new_empty(rows, hidden_size)
+    tiles = scratch["tile_expert"], scratch["tile_rows"]
+    hidden, outputs = scratch["hidden"], scratch["outputs"]
     sizes = rows, hidden_size, intermediate_size
     groups = [
         size if gate_up.group_size == -1 else gate_up.group_size for size in (hidden_size, intermediate_size)

@@ -1,8 +1,7 @@
 """`pelton::moe_experts` as a TensorRT plugin; the contract stands in `moe_experts.py`.
 
 Field `activation` is an index into ACTIVATIONS. Inputs are the contract's tensors without those that the form of the
-stacks has not: 5 for float, 7 for fp8 and symmetric int4, 9 for int4 with zero points. What lies between the kernels
-comes from torch's caching allocator, which knows when a graph is being captured.
+stacks has not: 5 for float, 7 for fp8 and symmetric int4, 9 for int4 with zero points.
 """
 
 from __future__ import annotations
@@ -10,10 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from .plugin import Described, Fields, Launch, Operator, Output
+from .plugin import Buffer, Described, Fields, Launch, Operator, Output
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from .moe_experts_tactics import Problem, Tactic
 
 # Chosen by the shapes of each call; the tactics of fixed tiles follow it.
 _BY_SHAPES = 1
@@ -35,14 +36,14 @@ def _accepts(inputs: Sequence[str], outputs: Sequence[str]) -> bool:
     return is_form and list(outputs) == [x]
 
 
-def _tactics(inputs: Sequence[Described], fields: Fields) -> list[int]:
+def _problem(inputs: Sequence[Described | Buffer], fields: Fields) -> Problem:
     import torch
 
     from .moe_experts import FLOAT, FP8, INT4
-    from .moe_experts_tactics import TACTICS, Problem, supports
+    from .moe_experts_tactics import Problem
 
     x, _, expert_ids, gate_up, *_ = inputs
-    problem = Problem(
+    return Problem(
         num_tokens=expert_ids.shape[0],
         top_k=expert_ids.shape[1],
         num_experts=gate_up.shape[0],
@@ -52,24 +53,48 @@ def _tactics(inputs: Sequence[Described], fields: Fields) -> list[int]:
         form={"int8": INT4, "float8_e4m3fn": FP8}.get(gate_up.dtype, FLOAT),
         group_size=int(fields["group_size"]),
     )
+
+
+def _tactics(inputs: Sequence[Described], fields: Fields) -> list[int]:
+    from .moe_experts_tactics import TACTICS, supports
+
+    problem = _problem(inputs, fields)
     return [
         _BY_SHAPES,
         *(_BY_SHAPES + 1 + i for i, tactic in enumerate(TACTICS) if supports(tactic, problem)),
     ]
 
 
+def _fixed(tactic: int) -> Tactic | None:
+    from .moe_experts_tactics import TACTICS
+
+    return None if tactic <= _BY_SHAPES else TACTICS[tactic - _BY_SHAPES - 1]
+
+
+def _workspace(inputs: Sequence[Described], fields: Fields, tactic: int) -> int:
+    from .moe_experts_tactics import workspace_bytes
+
+    return workspace_bytes(_problem(inputs, fields), _fixed(tactic))
+
+
 def _enqueue(launch: Launch) -> None:
+    from .moe_experts_tactics import default_tactic, workspace_bytes
+
+    problem = _problem(launch.inputs, launch.fields)
+    tactic = _fixed(launch.tactic) or default_tactic(problem)
     with launch.on_stream():
         tensors = [buffer.as_tensor() for buffer in launch.inputs]
         if launch.is_timing:
             tensors[_EXPERT_IDS] = _typical_routes(tensors[_EXPERT_IDS], tensors[_GATE_UP].shape[0])
-        run(tensors, launch.fields, launch.tactic, launch.outputs[0].as_tensor())
+        workspace = launch.workspace_block(workspace_bytes(problem, tactic))
+        run(tensors, launch.fields, tactic, launch.outputs[0].as_tensor(), workspace)
 
 
-def run(tensors: Sequence[Tensor], fields: Fields, tactic: int, out: Tensor) -> None:
-    """The operator on the plugin's inputs, with its fields and one of its tactics."""
+def run(
+    tensors: Sequence[Tensor], fields: Fields, tactic: Tactic, out: Tensor, workspace: Tensor | None
+) -> None:
+    """The operator on the plugin's inputs, with its fields."""
     from .moe_experts import ACTIVATIONS, Stack
-    from .moe_experts_tactics import TACTICS
     from .moe_experts_triton import moe_experts
 
     x, router_weights, expert_ids, gate_up, down, *optional = tensors
@@ -79,8 +104,7 @@ def run(tensors: Sequence[Tensor], fields: Fields, tactic: int, out: Tensor) -> 
         x, router_weights, expert_ids,
         Stack(gate_up, scales[0], zeros[0], group_size), Stack(down, scales[1], zeros[1], group_size),
         ACTIVATIONS[int(fields["activation"])],
-        tactic=None if tactic <= _BY_SHAPES else TACTICS[tactic - _BY_SHAPES - 1],
-        out=out,
+        tactic=tactic, out=out, workspace=workspace,
     )  # fmt: skip
 
 
@@ -98,6 +122,6 @@ MOE_EXPERTS_PLUGIN = Operator(
     fields={"activation": int, "group_size": int},
     accepts=_accepts,
     tactics=_tactics,
-    workspace=lambda inputs, fields, tactic: 0,
+    workspace=_workspace,
     enqueue=_enqueue,
 )

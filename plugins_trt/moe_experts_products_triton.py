@@ -10,6 +10,8 @@ little of the tensor cores. Tiles of rows are those of `moe_experts_rows_triton.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -124,7 +126,7 @@ def down_kernel(
 
 def products(
     x: Tensor,
-    tiles: tuple[Tensor, Tensor],
+    scratch: Mapping[str, Tensor],
     gate_up: Stack,
     down: Stack,
     *,
@@ -132,23 +134,34 @@ def products(
     activation: str,
     tactic: Tactic,
 ) -> Tensor:
-    """x `[T, H]` through both products: each expert's output `[R, H]`. `tiles`: of `group_rows`."""
+    """x `[T, H]` through both products: each expert's output `[R, H]`.
+
+    `scratch` is that of `moe_experts_tactics.workspace_layout`, its rows grouped.
+    """
     num_tokens, hidden_size = x.shape
-    intermediate_size, max_tiles = gate_up.weight.shape[1] // 2, tiles[0].numel()
+    intermediate_size, max_tiles = gate_up.weight.shape[1] // 2, scratch["tile_expert"].numel()
     rows, is_fp8 = num_tokens * top_k, gate_up.form == FP8
-    hidden, outputs = x.new_empty(rows, intermediate_size), x.new_empty(rows, hidden_size)
+    tiles = scratch["tile_expert"], scratch["tile_rows"]
+    hidden, outputs = scratch["hidden"], scratch["outputs"]
     sizes = rows, hidden_size, intermediate_size
     options = {"IS_FP8": is_fp8, **tactic.options()}
-    values, scales = quantize_rows(x, None) if is_fp8 else (x, None)
+    values, scales = _rounded(x, "x", scratch) if is_fp8 else (x, None)
     gate_up_kernel[max_tiles, triton.cdiv(intermediate_size, tactic.block_n)](
         values, scales, gate_up.weight, gate_up.scales, *tiles, hidden, *sizes,
         TOP_K=top_k, ACTIVATION=activation, **options,
     )  # fmt: skip
-    values, scales = quantize_rows(hidden, None) if is_fp8 else (hidden, None)
+    values, scales = _rounded(hidden, "hidden", scratch) if is_fp8 else (hidden, None)
     down_kernel[max_tiles, triton.cdiv(hidden_size, tactic.block_n)](
         values, scales, down.weight, down.scales, *tiles, outputs, *sizes, **options
     )
     return outputs
+
+
+def _rounded(rows: Tensor, name: str, scratch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """`rows` in e4m3 and the scale of each, in their places of `scratch`."""
+    values, scale = scratch[f"{name}_values"], scratch[f"{name}_scale"]
+    quantize_rows(rows, None, values, scale)
+    return values, scale
 
 
 def product_variants(

@@ -93,18 +93,15 @@ def sum_kernel(
     tl.store(out_ptr + output, total.to(out_ptr.dtype.element_ty), mask=valid)
 
 
-def group_rows(expert_ids: Tensor, num_experts: int, block_m: int, max_tiles: int) -> tuple[Tensor, Tensor]:
-    """(tile_expert `[max_tiles]`, tile_rows `[max_tiles, block_m]`), int32, as drawn above."""
-    num_rows = expert_ids.numel()
-    counts = expert_ids.new_empty(num_experts)
-    tile_expert = expert_ids.new_empty(max_tiles)
-    tile_rows = expert_ids.new_empty(max_tiles, block_m)
+def group_rows(expert_ids: Tensor, counts: Tensor, tile_expert: Tensor, tile_rows: Tensor) -> None:
+    """Fill `counts` `[E]`, `tile_expert` `[max_tiles]`, `tile_rows` `[max_tiles, block_m]`, int32, as drawn above."""
+    num_rows, num_experts = expert_ids.numel(), counts.numel()
+    max_tiles, block_m = tile_rows.shape
     count_rows_kernel[num_experts,](expert_ids, counts, num_rows, BLOCK=GROUP_BLOCK)
     place_rows_kernel[num_experts + 1,](
         expert_ids, counts, tile_expert, tile_rows, num_rows, num_experts, max_tiles,
         BLOCK_M=block_m, EXPERTS=triton.next_power_of_2(num_experts), BLOCK=GROUP_BLOCK,
     )  # fmt: skip
-    return tile_expert, tile_rows
 
 
 def sum_rows(outputs: Tensor, router_weights: Tensor, out: Tensor) -> None:

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from .moe_experts import FLOAT, INT4
+from .moe_experts import FLOAT, FP8, INT4
+from .workspace import Layout, num_bytes
 
 GROUP_BLOCK = 1024  # routed rows that one program looks through at a time
 SUM_BLOCK = 256  # outputs that one program adds up
@@ -79,3 +80,32 @@ def default_tactic(problem: Problem) -> Tactic:
     usable = [tactic for tactic in TACTICS if supports(tactic, problem)]
     mean = problem.rows / problem.num_experts
     return next((tactic for tactic in usable if tactic.block_m >= mean), usable[-1])
+
+
+def workspace_layout(problem: Problem, tactic: Tactic) -> Layout:
+    """Scratch: rows grouped by expert (`moe_experts_rows_triton.py`), `hidden` `[R, I]` and `outputs` `[R, H]` in the
+    dtype of x; FP8: what both products read, rounded, with a scale for each row."""
+    rows, tokens = problem.rows, problem.num_tokens
+    max_tiles = problem.max_tiles(tactic.block_m)
+    layout = {
+        "counts": ((problem.num_experts,), torch.int32),
+        "tile_expert": ((max_tiles,), torch.int32),
+        "tile_rows": ((max_tiles, tactic.block_m), torch.int32),
+        "hidden": ((rows, problem.intermediate_size), problem.dtype),
+        "outputs": ((rows, problem.hidden_size), problem.dtype),
+    }
+    if problem.form == FP8:
+        layout |= {
+            "x_values": ((tokens, problem.hidden_size), torch.float8_e4m3fn),
+            "x_scale": ((tokens,), torch.float32),
+            "hidden_values": ((rows, problem.intermediate_size), torch.float8_e4m3fn),
+            "hidden_scale": ((rows,), torch.float32),
+        }
+    return layout
+
+
+def workspace_bytes(problem: Problem, tactic: Tactic | None) -> int:
+    """Enough for every call of at most `problem.num_tokens` with `tactic`; None: with the default one of each call."""
+    # What a tactic needs grows with the tokens, and tactics differ little: in their lists of rows alone.
+    tactics = [t for t in TACTICS if supports(t, problem)] if tactic is None else [tactic]
+    return max(num_bytes(workspace_layout(problem, tactic)) for tactic in tactics)

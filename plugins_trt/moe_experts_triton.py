@@ -20,8 +20,9 @@ from .moe_experts import FP8, INT4, Stack, check
 from .moe_experts_int4_triton import int4_products, int4_variants
 from .moe_experts_products_triton import product_variants, products
 from .moe_experts_rows_triton import group_rows, group_variants, sum_rows, sum_variant
-from .moe_experts_tactics import TACTICS, Problem, Tactic, default_tactic, supports
+from .moe_experts_tactics import TACTICS, Problem, Tactic, default_tactic, supports, workspace_layout
 from .triton_compile import KernelVariant
+from .workspace import carve
 
 
 def moe_experts(
@@ -34,8 +35,12 @@ def moe_experts(
     *,
     tactic: Tactic | None = None,
     out: Tensor | None = None,
+    workspace: Tensor | None = None,
 ) -> Tensor:
-    """The operator, on contiguous tensors of one device. `out`: `[T, H]` to write into."""
+    """The operator, on contiguous tensors of one device. `out`: `[T, H]` to write into.
+
+    Pass a flat `workspace` (sized by `workspace_layout`) where allocating is not wanted.
+    """
     check(x, router_weights, expert_ids, gate_up, down, activation)
     problem = problem_of(x, expert_ids, gate_up)
     if tactic is None:
@@ -46,10 +51,10 @@ def moe_experts(
         out = torch.empty_like(x)
     if problem.num_tokens == 0:
         return out
-    max_tiles = problem.max_tiles(tactic.block_m)
-    tiles = group_rows(expert_ids, problem.num_experts, tactic.block_m, max_tiles)
+    scratch = carve(workspace_layout(problem, tactic), workspace, x.device)
+    group_rows(expert_ids, scratch["counts"], scratch["tile_expert"], scratch["tile_rows"])
     multiply = int4_products if problem.form == INT4 else products
-    outputs = multiply(x, tiles, gate_up, down, top_k=problem.top_k, activation=activation, tactic=tactic)
+    outputs = multiply(x, scratch, gate_up, down, top_k=problem.top_k, activation=activation, tactic=tactic)
     sum_rows(outputs, router_weights, out)
     return out
 

@@ -104,6 +104,10 @@ class Launch:
         with torch.cuda.stream(external):
             yield
 
+    def workspace_block(self, num_bytes: int) -> Tensor | None:
+        """The first bytes of the workspace, as uint8; None for none."""
+        return Buffer(self.workspace, (num_bytes,), "uint8").as_tensor() if num_bytes else None
+
     def workspace_tensor(self, num_elements: int) -> Tensor:
         """The first elements of the workspace, as float32."""
         return Buffer(self.workspace, (num_elements,), "float32").as_tensor()
@@ -123,6 +127,11 @@ class Operator:
     tactics: Callable[[Sequence[Described], Fields], Sequence[int]]
     workspace: Callable[[Sequence[Described], Fields, int], int]
     enqueue: Callable[[Launch], None]
+
+    def workspace_bytes(self, inputs: Sequence[Described], fields: Fields, tactic: int) -> int:
+        """Of `tactic`; 0: TensorRT asks before it has chosen one, so enough for any, as nothing checks it later."""
+        tactics = [tactic] if tactic else self.tactics(inputs, fields)
+        return max(self.workspace(inputs, fields, each) for each in tactics)
 
 
 def register(trt: Any, operator: Operator) -> Any:
@@ -199,9 +208,7 @@ class _BuildMethods:
         return list(self.operator.tactics(self.described, self.fields))
 
     def get_workspace_size(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> int:
-        described = _described(self.trt, inputs)
-        tactic = self.tactic or self.operator.tactics(described, self.fields)[0]
-        return self.operator.workspace(described, self.fields, tactic)
+        return self.operator.workspace_bytes(_described(self.trt, inputs), self.fields, self.tactic)
 
 
 class _RunMethods:

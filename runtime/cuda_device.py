@@ -33,6 +33,8 @@ class CudaDevice:
         self._events: list[torch.cuda.Event] = []
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self._num_captures = 0
+        # Captured graphs run one at a time, so they share the memory for what they compute on the way.
+        self._pool = torch.cuda.graph_pool_handle()
 
     @property
     def compute_capability(self) -> str:
@@ -116,7 +118,7 @@ class CudaDevice:
         with _faults(), torch.cuda.stream(self._streams[stream.handle]):
             # Not torch.cuda.graph: it synchronises the device and empties the allocator's cache. Other threads may
             # go on using CUDA: only this one is held to what a capture forbids.
-            graph.capture_begin(capture_error_mode="thread_local")
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
                 enqueue()
             finally:

@@ -110,7 +110,9 @@ def fp8_quantised(x: Tensor, input_scale: Tensor | None) -> tuple[Tensor, Tensor
     """(e4m3 as uint8, scale) of the kernel that quantises activations."""
     from pelton.plugins_trt import fp8_linear_triton as kernels
 
-    quantised, scale = kernels.quantize_rows(x, input_scale)
+    quantised = torch.empty_like(x, dtype=torch.float8_e4m3fn)
+    scale = torch.empty(x.shape[0]) if input_scale is None else input_scale
+    kernels.quantize_rows(x, input_scale, quantised, scale)
     return quantised.view(torch.uint8), scale
 
 

@@ -174,8 +174,9 @@ def _to_e4m3(rows: Tensor) -> Tensor:
 
 
 def plugin_error(form: str, seed: int) -> float:
-    """Of a random float16 call through the plugin's inputs and fields, with its last tactic."""
-    from pelton.plugins_trt.moe_experts_plugin import MOE_EXPERTS_PLUGIN, run
+    """Of a random float16 call through the plugin's inputs and fields, with the largest tile and the memory that the
+    plugin asks for."""
+    from pelton.plugins_trt.moe_experts_plugin import MOE_EXPERTS_PLUGIN, _fixed, run
     from pelton.plugins_trt.plugin import Described
 
     case = random_case(torch.Generator().manual_seed(seed), form, torch.float16, seed)
@@ -188,7 +189,9 @@ def plugin_error(form: str, seed: int) -> float:
     fields = {"activation": ACTIVATIONS.index(case.activation), "group_size": gate_up.group_size}
     described = [Described(tuple(t.shape), dtype) for t, dtype in zip(tensors, dtypes, strict=True)]
     out = Poisoned(*case.x.shape, torch.float16)
-    run(tensors, fields, MOE_EXPERTS_PLUGIN.tactics(described, fields)[-1], out.view)
+    tactic = MOE_EXPERTS_PLUGIN.tactics(described, fields)[-1]
+    workspace = torch.empty(MOE_EXPERTS_PLUGIN.workspace(described, fields, tactic), dtype=torch.uint8)
+    run(tensors, fields, _fixed(tactic), out.view, workspace)
     return out.error(case.reference(torch.float64), *_allowances(case, torch.float16))
 
 
@@ -209,6 +212,8 @@ def grouped(expert_ids: Tensor, num_experts: int, block_m: int) -> tuple[list[in
     """(tile_expert, tile_rows) of the kernels that group rows, in int32 buffers that held garbage."""
     from pelton.plugins_trt.moe_experts_rows_triton import group_rows
 
-    problem = Problem(*expert_ids.shape, num_experts, 1, 1, torch.float32)
-    tile_expert, tile_rows = group_rows(expert_ids, num_experts, block_m, problem.max_tiles(block_m))
+    max_tiles = Problem(*expert_ids.shape, num_experts, 1, 1, torch.float32).max_tiles(block_m)
+    counts, tile_expert = expert_ids.new_empty(num_experts), expert_ids.new_empty(max_tiles)
+    tile_rows = expert_ids.new_empty(max_tiles, block_m)
+    group_rows(expert_ids, counts, tile_expert, tile_rows)
     return tile_expert.tolist(), tile_rows.tolist()

@@ -171,7 +171,7 @@ def random_switches(
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 def test_tokens_do_not_depend_on_how_they_were_computed(family: str, tiny_bundles: dict[str, Path]) -> None:
-    """Random traces, 100 a family or 40 in CI: one request at a time against random switches, bit for bit in float32."""
+    """Random traces, 100 a family or 40 in CI: one request at a time against random switches, bit for bit."""
     bundle = tiny_bundles[family]
     source = random.Random(family)
     run.num_preemptions = 0  # type: ignore[attr-defined]

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import signal
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -52,8 +54,37 @@ _BUNDLES = {"tiny_bundles", "smollm2_bundle", "smollm2_float32_bundle"}
 _CUDA_BUNDLES = {"cuda_bundles", "cuda_int4_bundle"}
 
 
+# Of these every change runs one case in so many, PELTON_FULL_TESTS=1 runs all.
+_SAMPLED = {
+    "test_random_steps": 3,
+    "test_each_tactic_equals_the_reference": 3,
+    "test_every_tactic": 3,
+    "test_the_default_tactic": 3,
+    "test_every_family_has_a_piece_before_and_after_each_attention": 3,
+    "test_every_family_becomes_a_bundle_with_one_plugin_a_layer": 2,
+}
+
+
 @pytest.hookimpl(tryfirst=True)  # xdist looks at the marks in the same hook
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not os.environ.get("PELTON_FULL_TESTS"):
+        _sample(config, items)
+    _group(items)
+
+
+def _sample(config: pytest.Config, items: list[pytest.Item]) -> None:
+    seen: Counter[str] = Counter()
+    kept, left_out = [], []
+    for item in items:
+        name = getattr(item, "originalname", item.name)
+        place = f"{item.path}::{name}"
+        (left_out if seen[place] % _SAMPLED.get(name, 1) else kept).append(item)
+        seen[place] += 1
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = kept
+
+
+def _group(items: list[pytest.Item]) -> None:
     """For pytest-xdist (`--dist loadgroup`): what shares bundles runs in one process, everything else in the others."""
     for item in items:
         if _BUNDLES.intersection(getattr(item, "fixturenames", ())):

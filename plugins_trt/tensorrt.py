@@ -8,6 +8,7 @@ execution provider, which is how it can be had on a machine with no GPU.
 from __future__ import annotations
 
 import ctypes
+import gc
 import importlib
 import importlib.util
 import shutil
@@ -69,6 +70,23 @@ def load(target: str) -> Any:
         return importlib.import_module("tensorrt_rtx_bindings")
     except (ImportError, OSError) as error:
         raise BuildError(f"target: {target} is installed but cannot be loaded: {error}") from error
+
+
+@contextmanager
+def collector_held() -> Iterator[None]:
+    """Keep Python's cycle collector out of TensorRT's calls; also a decorator.
+
+    TensorRT logs while it holds a lock. A builder of an earlier build that the collector finds in the log's callback
+    takes the same lock as it goes, and waits for ever.
+    """
+    is_enabled = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if is_enabled:
+            gc.enable()
 
 
 def _load_provider_libraries() -> None:

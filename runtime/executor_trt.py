@@ -24,7 +24,7 @@ import numpy as np
 from ..compile.bundle import Manifest
 from ..errors import BundleError, ConfigError, EngineError
 from ..plugins_trt.messages import make_log
-from ..plugins_trt.tensorrt import find_version
+from ..plugins_trt.tensorrt import collector_held, find_version
 from .device import Device, DeviceBuffer, Graph, PinnedBuffer
 from .executor import ExecutorLimits, StepOutput
 from .inputs import StepInputs
@@ -213,6 +213,7 @@ class TensorRTExecutor:
                 sampler.release()
             self._device.close()
 
+    @collector_held()
     def _load(self, directory: Path, remedy: str) -> None:
         self._creators = register_plugins(self._trt, self._facts, directory, remedy)
         try:

@@ -30,7 +30,7 @@ from ...plugins_trt.messages import make_log
 from ...plugins_trt.moe_experts_plugin import MOE_EXPERTS_PLUGIN
 from ...plugins_trt.paged_attention_plugin import PAGED_ATTENTION_PLUGIN
 from ...plugins_trt.plugin import Operator, register
-from ...plugins_trt.tensorrt import TENSORRT_RTX, load
+from ...plugins_trt.tensorrt import TENSORRT_RTX, collector_held, load
 from ..diagnose import ParserError, diagnose
 from ..profiles import Profile
 from .tensorrt_progress import make_monitor
@@ -120,6 +120,7 @@ def _capability(text: str) -> tuple[int, int]:
     return int(major), int(minor)
 
 
+@collector_held()
 def build_plan(
     target: str,
     onnx_path: Path,

@@ -29,7 +29,7 @@ from ...errors import BuildError
 from ...plugins_trt.messages import make_log
 from ...plugins_trt.moe_experts import ACTIVATIONS
 from ...plugins_trt.plugin import register
-from ...plugins_trt.tensorrt import TENSORRT, load
+from ...plugins_trt.tensorrt import TENSORRT, collector_held, load
 from ..diagnose import diagnose
 from ..export import first_line
 from ..profiles import Profile, ShapeRange
@@ -76,6 +76,7 @@ def require_torch_tensorrt() -> str:
     return version
 
 
+@collector_held()
 def build_plan(
     program: ExportedProgram,
     profiles: Sequence[Profile],

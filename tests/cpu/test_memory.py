@@ -106,7 +106,7 @@ def test_a_soft_cap_on_scores_is_planned_without_tiles(tmp_path: Path) -> None:
     plan = resolve(BuildRequest(str(checkpoint), tmp_path / "bundle", dtype="bfloat16"))
     expected = plan_memory(plan.facts, plan.limits, torch.bfloat16, is_tied=True, has_tiles=False)
     assert plan.memory == expected
-    uncapped = tiny_checkpoint("gemma2", tmp_path / "uncapped", attn_logit_softcapping=None)
+    uncapped = tiny_checkpoint("gemma2", tmp_path / "uncapped", attn_logit_softcapping=0.0)
     other = resolve(BuildRequest(str(uncapped), tmp_path / "bundle", dtype="bfloat16"))
     assert other.memory != expected
 

@@ -42,7 +42,8 @@ def classes(graph_module: GraphModule, pieces: list[Piece]) -> list[int]:
     return [signatures.index(signature) for signature in signatures]
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, *MORE_FAMILIES, *MOE_FAMILIES])
+# GPT-OSS has experts that no target with pieces takes.
+@pytest.mark.parametrize("family", sorted({*FAMILIES, *MORE_FAMILIES, *MOE_FAMILIES} - {"gpt_oss"}))
 def test_every_family_has_a_piece_before_and_after_each_attention(family: str) -> None:
     graph_module = graph_of(family)
     pieces = cut_at_attention(graph_module)

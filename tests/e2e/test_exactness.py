@@ -183,7 +183,7 @@ def test_tokens_do_not_depend_on_how_they_were_computed(family: str, tiny_bundle
         switches = random_switches(source, prompts, params, 16)
         actual = [summary(output) for output in run(bundle, prompts, params, switches)]
         assert actual == expected, switches
-    assert run.num_preemptions > num_traces // 2  # type: ignore[attr-defined]
+    assert run.num_preemptions > num_traces // 4  # type: ignore[attr-defined]
 
 
 def test_real_model_tokens_do_not_depend_on_how_they_were_computed(smollm2_float32_bundle: Path) -> None:

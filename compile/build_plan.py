@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import shlex
 from dataclasses import dataclass
@@ -150,8 +151,8 @@ def resolve(request: BuildRequest) -> BuildPlan:
     Raises `BuildError` naming the option at fault, or the output if it must not be replaced.
     """
     kv_cache_dtype = quantised_dtype(request.kv_cache_dtype, request.target)
-    target = _target(request, kv_cache_dtype)
     quantization = _quantization(request)
+    target = _target(request, kv_cache_dtype)
     if request.output is not None:  # before the checkpoint is read, which may take a while
         check_replaceable(request.output)
     checkpoint = open_checkpoint(request.model)
@@ -281,6 +282,8 @@ def _check_frontend(request: BuildRequest) -> None:
 
 
 def _quantization(request: BuildRequest) -> Quantization | None:
+    if request.max_kl is not None and not 0 < request.max_kl < math.inf:
+        raise BuildError(f"max_kl: {request.max_kl:g} is not a positive number of nats")
     if request.quantize is None:
         if request.max_kl is not None:
             raise BuildError("max_kl: it limits what --quantize may cost; leave it out, or quantise")

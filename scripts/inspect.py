@@ -19,39 +19,19 @@ from ..errors import BundleError, ConfigError
 @click.option("--verify", is_flag=True, help="Read every file and compare its sha256.")
 def command(bundle: Path, as_json: bool, layers: bool, verify: bool) -> None:
     """Show what BUNDLE holds. Exit code 2 if it is damaged or cannot run on this machine."""
-    from ..compile.bundle import HostFacts, build_command_into, check_bundle, read_manifest
+    from ..compile.bundle import HostFacts, check_bundle, read_manifest
 
     manifest = read_manifest(bundle)
     if as_json:
         click.echo(json.dumps(asdict(manifest), indent=2))
     else:
-        model, limits = manifest.model, manifest.limits
-        proofs = manifest.quality.get("proofs", [])
-        size = sum(record.size for record in manifest.files.values())
-        rows = [
-            ("model", f"{model.source} ({model.model_type}, {model.num_parameters / 1e6:.0f} M parameters)"),
-            ("target", f"{manifest.target}, {manifest.dtype}"),
-            *_quantisation(manifest),
-            ("KV pages", _kv_pages(manifest)),
-            ("limits", ", ".join(f"{name}={value}" for name, value in asdict(limits).items())),
-            ("size", f"{size / 2**20:.0f} MiB in {len(manifest.files)} files"),
-            (
-                "built with",
-                f"pelton {manifest.versions.pelton}, torch {manifest.versions.torch}, {manifest.versions.compiler}",
-            ),
-            ("needs", _needs(manifest)),
-            *(
-                (
-                    proof["subject"],
-                    f"relative error {proof['relative_error']:.1e}, top-1 agreement {proof['top1_agreement']:.1%} "
-                    f"over {proof['num_rows']} rows",
-                )
-                for proof in proofs
-            ),
-            *_cost(manifest),
-            ("content key", manifest.content_key),
-            ("build again", build_command_into(manifest.build_command, bundle)),
-        ]
+        try:
+            rows = _rows(bundle, manifest)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise BundleError(
+                f"{bundle}: manifest.json: engine or quality is not as a build writes it "
+                f"({type(error).__name__}: {error}); build the bundle again"
+            ) from error
         for name, value in rows:
             click.echo(f"{name:<16} {value}")
     if layers:
@@ -59,6 +39,38 @@ def command(bundle: Path, as_json: bool, layers: bool, verify: bool) -> None:
     check_bundle(manifest, bundle, HostFacts.detect(), verify=verify)
     if verify:
         click.echo("every file is whole", err=True)
+
+
+def _rows(bundle: Path, manifest: Manifest) -> list[tuple[str, str]]:
+    from ..compile.bundle import build_command_into
+
+    model, limits = manifest.model, manifest.limits
+    proofs = manifest.quality.get("proofs", [])
+    size = sum(record.size for record in manifest.files.values())
+    return [
+        ("model", f"{model.source} ({model.model_type}, {model.num_parameters / 1e6:.0f} M parameters)"),
+        ("target", f"{manifest.target}, {manifest.dtype}"),
+        *_quantisation(manifest),
+        ("KV pages", _kv_pages(manifest)),
+        ("limits", ", ".join(f"{name}={value}" for name, value in asdict(limits).items())),
+        ("size", f"{size / 2**20:.0f} MiB in {len(manifest.files)} files"),
+        (
+            "built with",
+            f"pelton {manifest.versions.pelton}, torch {manifest.versions.torch}, {manifest.versions.compiler}",
+        ),
+        ("needs", _needs(manifest)),
+        *(
+            (
+                proof["subject"],
+                f"relative error {proof['relative_error']:.1e}, top-1 agreement {proof['top1_agreement']:.1%} "
+                f"over {proof['num_rows']} rows",
+            )
+            for proof in proofs
+        ),
+        *_cost(manifest),
+        ("content key", manifest.content_key),
+        ("build again", build_command_into(manifest.build_command, bundle)),
+    ]
 
 
 def _quantisation(manifest: Manifest) -> list[tuple[str, str]]:

@@ -71,6 +71,14 @@ def test_what_costs_too_much_is_refused(llama: tuple[Path, nn.Module, QualityGat
         gate.measure(damaged, 0.001)
 
 
+@pytest.mark.parametrize("limit", [math.nan, math.inf, 0.0, -1.0])
+def test_a_limit_that_is_no_positive_number_is_refused(
+    limit: float, llama: tuple[Path, nn.Module, QualityGate]
+) -> None:
+    with pytest.raises(BuildError, match=r"^max_kl: .* is not a positive number"):
+        resolve(BuildRequest(str(llama[0]), quantize="int4", target="cuda", max_kl=limit))
+
+
 def test_a_limit_without_anything_to_limit_is_refused(llama: tuple[Path, nn.Module, QualityGate]) -> None:
     path, _, _ = llama
     with pytest.raises(BuildError, match=r"^max_kl: "):

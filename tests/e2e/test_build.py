@@ -128,6 +128,18 @@ def test_a_damaged_bundle_is_refused_before_it_is_loaded(
     assert "pelton build" in torn.stderr
 
 
+def test_a_manifest_that_no_build_wrote_is_one_line(tiny_bundles: dict[str, Path], tmp_path: Path) -> None:
+    bundle = tmp_path / "copy"
+    shutil.copytree(tiny_bundles["llama"], bundle)
+    manifest = json.loads((bundle / "manifest.json").read_text())
+    del manifest["quality"]["proofs"][0]["relative_error"]
+    (bundle / "manifest.json").write_text(json.dumps(manifest))
+    shown = pelton("inspect", bundle)
+    assert shown.returncode == 2
+    assert "engine or quality is not as a build writes it" in shown.stderr
+    assert "Traceback" not in shown.stderr
+
+
 def test_pool_that_holds_less_than_the_window_is_said_at_the_start(tiny_bundles: dict[str, Path]) -> None:
     done = pelton(
         "generate", tiny_bundles["llama"], "hello", "--max-tokens", "4", "--kv-cache-memory", "64KiB"

@@ -52,6 +52,7 @@ _RULES = tuple(
             r"could not create the plugin|could not find any supported formats|"
             r"supported plugin/custom tactic format|negative number of custom tactics",
         ),
+        (Meaning.ONLY_FLOAT16, r"only float32 or float16 input is supported"),
         (
             Meaning.NO_FP8,
             r"HW-specific datatypes:[^.]*fp8|hardware with FP8|fp8.*(not supported|unsupported|requires)|"
@@ -101,7 +102,6 @@ _RULES = tuple(
             r"requested amount of (gpu )?memory",
         ),
         (Meaning.NO_KERNEL, r"(could not find any|no) implementation|failed to find.*tactic"),
-        (Meaning.ONLY_FLOAT16, r"only float32 or float16 input is supported"),
         (Meaning.UNSUPPORTED, r"unsupported|not supported|assertion failed|is not consumed by"),
         (
             Meaning.DRIVER,

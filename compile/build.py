@@ -69,9 +69,8 @@ def build(plan: BuildPlan, progress: Progress, *, force: bool = False) -> tuple[
 def _is_disk_full(error: Exception) -> bool:
     if isinstance(error, OSError):
         return error.errno in _DISK_FULL
-    return any(
-        f"os error {number}" in str(error) for number in _DISK_FULL
-    )  # as safetensors, written in Rust, says it
+    # safetensors, written in Rust, has the number in its text alone.
+    return any(f"os error {number}" in str(error) for number in _DISK_FULL)
 
 
 def _build_into(staging: Path, plan: BuildPlan, progress: Progress) -> Manifest:

@@ -70,7 +70,8 @@ class BuildRequest:
 class BuildPlan:
     """A build, resolved: everything that decides what the bundle will be.
 
-    `kv_cache_dtype` is that of pages which are quantised, None: they have the model's own.
+    `max_kl` is the most that `quantization` may cost, in nats. `kv_cache_dtype` is that of pages which are quantised,
+    None: they have the model's own.
     """
 
     request: BuildRequest
@@ -79,6 +80,7 @@ class BuildPlan:
     checkpoint: Checkpoint
     dtype: str
     quantization: Quantization | None
+    max_kl: float
     kv_cache_dtype: torch.dtype | None
     limits: Limits
     facts: ModelFacts
@@ -109,11 +111,6 @@ class BuildPlan:
     @property
     def weights(self) -> WeightPlan:
         return WeightPlan(self.quantization, self.checkpoint.packed)
-
-    @property
-    def max_kl(self) -> float:
-        """The most that rounding the weights may cost, in nats."""
-        return self.request.max_kl or DEFAULT_MAX_KL
 
     @property
     def kv_cache_name(self) -> str:
@@ -152,6 +149,7 @@ def resolve(request: BuildRequest) -> BuildPlan:
     """
     kv_cache_dtype = quantised_dtype(request.kv_cache_dtype, request.target)
     quantization = _quantization(request)
+    max_kl = request.max_kl or DEFAULT_MAX_KL
     target = _target(request, kv_cache_dtype)
     if request.output is not None:  # before the checkpoint is read, which may take a while
         check_replaceable(request.output)
@@ -197,7 +195,7 @@ def resolve(request: BuildRequest) -> BuildPlan:
             **target.options(),
             "quantization": weights.facts(),
             "kv_cache_dtype": request.kv_cache_dtype,
-            "max_kl": (request.max_kl or DEFAULT_MAX_KL) if quantization else None,
+            "max_kl": max_kl if quantization else None,
             "sources": _source_hash(),
         },
     )
@@ -208,6 +206,7 @@ def resolve(request: BuildRequest) -> BuildPlan:
         checkpoint,
         dtype,
         quantization,
+        max_kl,
         kv_cache_dtype,
         limits,
         facts,

@@ -35,10 +35,12 @@ class ExecutorLimits:
 class StepOutput:
     """`logits` `[N, vocab_size]` float32, row i belongs to `StepInputs.logits_rows[i]`. Valid until the next step.
 
-    A tensor stays on its device, where work on it may still be under way: the executor's own sampler reads it.
+    A tensor stays on its device, where work on it may still be under way: the executor's own sampler reads it. `hidden`
+    `[N, hidden_size]` are the states that the logits were made from, where the engine was built to give them.
     """
 
     logits: np.ndarray | torch.Tensor
+    hidden: np.ndarray | torch.Tensor | None = None
 
 
 class Executor(Protocol):

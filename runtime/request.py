@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from ..errors import RequestError
+from .structured import Grammar, StructuredOutput
 
 MAX_NUM_CHOICES = 128
 MAX_NUM_STOPS = 64
@@ -21,8 +22,9 @@ class SamplingParams:
     `temperature` 0 is greedy. `top_k` 0 or -1 is off; a value above the vocabulary means the whole
     vocabulary. `max_tokens` None means as many as fit; a number that does not fit beside the prompt is refused
     when the request is admitted. `logprobs` / `prompt_logprobs` k return the chosen token's log-probability and
-    the k most likely ones. `seed` makes a request's tokens a function of the request alone. Raises `RequestError`
-    naming the field.
+    the k most likely ones. `seed` makes a request's tokens a function of the request alone. `num_draft_tokens` caps
+    what is drafted for it in a step, 0 is no speculation (None: the engine's own number). `structured_output` is the
+    form that the output must have. Raises `RequestError` naming the field.
     """
 
     n: int = 1
@@ -44,6 +46,8 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
+    num_draft_tokens: int | None = None
+    structured_output: StructuredOutput | None = None
 
     def __post_init__(self) -> None:
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop
@@ -61,6 +65,11 @@ class SamplingParams:
                 raise RequestError(
                     f"{name} must be True or False, got {_shown(getattr(self, name))}", field=name
                 )
+        if not isinstance(self.structured_output, StructuredOutput | None):
+            raise RequestError(
+                f"structured_output must be a StructuredOutput, got {_shown(self.structured_output)}",
+                field="structured_output",
+            )
         _check_counts(self)
         _check_reals(self)
         _check_stops(self)
@@ -85,6 +94,8 @@ def _check_counts(p: SamplingParams) -> None:
         value = getattr(p, name)
         if value is not None:
             _require_int(name, value, 0, MAX_NUM_LOGPROBS)
+    if p.num_draft_tokens is not None:
+        _require_int("num_draft_tokens", p.num_draft_tokens, 0, None)
     if p.seed is not None:
         _require_int("seed", p.seed, -(2**63), 2**64 - 1)
 
@@ -157,7 +168,8 @@ class Request:
     """One admitted prompt. `params.n` choices come from it, each a `Sequence` of its own.
 
     `cache_salt` separates prefix caches: requests share cached blocks only when their salts are equal.
-    `deadline` is a `time.monotonic()` value after which the request ends with reason `deadline`.
+    `deadline` is a `time.monotonic()` value after which the request ends with reason `deadline`. `grammar` is
+    `params.structured_output` compiled.
     """
 
     request_id: str
@@ -166,6 +178,7 @@ class Request:
     cache_salt: str = ""
     deadline: float | None = None
     arrival_time: float = 0.0
+    grammar: Grammar | None = None
 
     @property
     def num_prompt_tokens(self) -> int:

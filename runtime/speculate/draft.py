@@ -43,11 +43,12 @@ NO_DRAFT = Draft()
 class DraftAsk:
     """At most `num_tokens` (1 or more) are wanted behind the last token of `sequence`.
 
-    The blocks of `sequence` have room for them.
+    Where `may_draw` is False the tokens must be chosen, not drawn.
     """
 
     sequence: Sequence
     num_tokens: int
+    may_draw: bool = False
 
 
 class Drafter(Protocol):

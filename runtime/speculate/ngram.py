@@ -60,6 +60,10 @@ class NgramDrafter:
         self._max_ngram = max_ngram
         self._indexes: dict[Sequence, OccurrenceIndex] = {}
 
+    @property
+    def is_lookup(self) -> bool:
+        return True
+
     def propose(self, asks: Seq[DraftAsk]) -> list[Draft]:
         indexes = [self._index(ask.sequence) for ask in asks]
         index_piecewise(asks, indexes, INDEXED_PER_CALL)
@@ -70,6 +74,9 @@ class NgramDrafter:
 
     def end(self, sequence: Sequence) -> None:
         self._indexes.pop(sequence, None)
+
+    def close(self) -> None:
+        self._indexes.clear()
 
     def _index(self, sequence: Sequence) -> OccurrenceIndex:
         index = self._indexes.get(sequence)

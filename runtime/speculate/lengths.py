@@ -168,16 +168,16 @@ class DraftLengths:
         if rates[best] < rates[0] * (1 + _LEAST_GAIN):
             best = 0
         best = self._varied(best, num_tokens)
-        counts: list[int] = np.bincount(rows[order[:best]], minlength=len(limits)).tolist()
-        return counts
+        return [int(n) for n in np.bincount(rows[order[:best]], minlength=len(limits))]
 
     def _seconds(self, num_tokens: int, drafted: np.ndarray) -> np.ndarray:
         """Time of a step of `num_tokens` and `drafted` more of them, drafting included; ascending from 0 drafted."""
-        seconds = (
-            self._steps.seconds(num_tokens + drafted) if self._steps.is_known else np.ones(drafted.shape)
-        )
-        least = seconds[0] * (1 + _ROW_SHARE * drafted)
-        return np.maximum(seconds, least) + np.where(drafted > 0, self._proposals.seconds(drafted), 0.0)
+        steps = np.ones(drafted.shape)
+        if self._steps.is_known:
+            steps = self._steps.seconds(num_tokens + drafted)
+        seconds: np.ndarray = np.maximum(steps, steps[0] * (1 + _ROW_SHARE * drafted))
+        seconds += np.where(drafted > 0, self._proposals.seconds(drafted), 0.0)
+        return seconds
 
     def _varied(self, best: int, num_tokens: int) -> int:
         """`best`, or now and then a part of it whose time is not known.

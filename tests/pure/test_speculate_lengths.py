@@ -1,4 +1,4 @@
-"""Draft lengths in a simulated server: near the best fixed length, no harm where drafts never fit, back after changes."""
+"""Draft lengths in a simulated server: near the best fixed length, harmless where none fits, back after changes."""
 
 from __future__ import annotations
 
@@ -176,6 +176,16 @@ def test_drafting_comes_back_when_rows_become_cheap() -> None:
     server.cost = memory_bound
     server.run(1000)
     assert server.run(500) > 0.9 * best_fixed(memory_bound, accepts)
+
+
+def test_steps_without_drafts_are_measured_at_once_and_again_where_drafts_always_pay() -> None:
+    server = Server(memory_bound, [geometric(0.9)] * 2, DraftLengths())
+    server.run(10)
+    assert 0 in server.drafted
+    server.run(100)
+    server.drafted.clear()
+    server.run(200)
+    assert 1 <= server.drafted.count(0) <= 5
 
 
 def test_a_new_sequence_starts_from_what_the_others_showed() -> None:

@@ -15,8 +15,14 @@ from .tokenizer import Tokenizer
 log = logging.getLogger(__name__)
 
 
-def load_engine(path: str | Path, config: EngineConfig | None = None, *, name: str | None = None) -> Engine:
-    """Check the bundle at `path` against this machine, then load it.
+def load_engine(
+    path: str | Path,
+    config: EngineConfig | None = None,
+    *,
+    name: str | None = None,
+    chat_template: str | None = None,
+) -> Engine:
+    """Check the bundle at `path` against this machine, then load it. `chat_template` (Jinja) replaces the model's.
 
     Raises `BundleError` (built with X, found Z, rebuild with ...) before the engine is touched, `ConfigError`
     when `config` cannot work with it.
@@ -27,7 +33,7 @@ def load_engine(path: str | Path, config: EngineConfig | None = None, *, name: s
     check_bundle(manifest, directory, HostFacts.detect())
     if manifest.target not in ("cpu", "cuda", TENSORRT, TENSORRT_RTX):
         raise BundleError(f"{directory}: built for target {manifest.target!r}, which this version cannot run")
-    tokenizer = Tokenizer.from_directory(directory)
+    tokenizer = Tokenizer.from_directory(directory, chat_template=chat_template)
     executor = _open_executor(directory, manifest, config)
     limits = executor.limits
     if limits.num_blocks * limits.block_size < limits.max_model_len:

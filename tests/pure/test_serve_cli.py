@@ -29,8 +29,9 @@ def started(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """What the command would have loaded and served."""
     seen: dict[str, Any] = {"ends_well": True}
 
-    def load_engine(path: Path, config: EngineConfig) -> Engine:
+    def load_engine(path: Path, config: EngineConfig, chat_template: str | None) -> Engine:
         seen["engine_config"] = config
+        seen["chat_template"] = chat_template
         return scripted_engine()
 
     def run_server(engine: Engine, sock: socket.socket, config: ServerConfig, on_ready: Any) -> bool:

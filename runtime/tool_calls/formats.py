@@ -142,6 +142,8 @@ class DeepSeekReader(CallReader):
         yield from self._skip_space()
         is_fenced = (yield from self._peek()) != "{"
         if is_fenced:
+            if name.strip() != "function":
+                raise Malformed
             name = yield from self._until("\n")
             yield from self._expect(_FENCE)
             yield from self._accept("json")

@@ -297,23 +297,28 @@ class CallReader(ABC):
     def _call_object(self, *, must_be_known: bool = False) -> Reading[None]:
         """`{"name": ..., "arguments": {...}}`, or with `parameters`; other members are not looked at.
 
-        A call without arguments has `{}`. With `must_be_known` it is a call only if a tool has its name and it
-        has arguments: the object may be anything.
+        A call without arguments has `{}`. With `must_be_known` it is a call only if a tool has its name and it has
+        arguments: the object may be anything.
         """
         name = arguments = None
         is_started = False
+        keys: set[str] = set()
         yield from self._expect("{")
         yield from self._skip_space()
         while True:
             key = yield from self._string()
+            key = "arguments" if key == "parameters" else key
+            if key in keys:
+                raise Malformed
+            keys.add(key)
             yield from self._skip_space()
             yield from self._expect(":")
             yield from self._skip_space()
-            if key == "name" and name is None:
+            if key == "name":
                 name = yield from self._string()
                 if must_be_known and name not in self._tool_names:
                     raise Malformed
-            elif key in ("arguments", "parameters") and arguments is None and not is_started:
+            elif key == "arguments":
                 if (yield from self._accept("null")):
                     arguments = "{}"
                 elif name is not None:

@@ -22,24 +22,43 @@ _ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(","
 _ESCAPED_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
+class JsonError(ValueError):
+    """Says what keeps a text from being JSON. `key` is the one at fault, if it is one."""
+
+    def __init__(self, reason: str, key: str | None = None) -> None:
+        super().__init__(reason)
+        self.key = key
+
+
 def parse_json(data: bytes) -> object:
     """The value of a UTF-8 JSON text. Raises `RequestError` (code `invalid_json`) saying what is wrong."""
     try:
-        text = data.decode("utf-8")
+        return read_json(data.decode("utf-8"))
     except UnicodeDecodeError as error:
-        raise _invalid(f"not UTF-8 at byte {error.start}") from None
+        reason = f"not UTF-8 at byte {error.start}"
+    except JsonError as error:
+        if error.key is not None:
+            raise RequestError(str(error), field=error.key, code="invalid_json") from None
+        reason = str(error)
+    raise RequestError(f"the body cannot be read as JSON: {reason}", code="invalid_json")
+
+
+def read_json(text: str) -> object:
+    """The value of a JSON text. Raises `JsonError`."""
     if text.count(",") > MAX_JSON_COMMAS:
-        raise _invalid(f"more than {MAX_JSON_COMMAS} commas; send several smaller requests")
+        raise JsonError(f"more than {MAX_JSON_COMMAS} commas; send several smaller requests")
     if text.count("[") + text.count("{") > MAX_JSON_DEPTH:
         _check_depth(text)
     try:
         value: object = json.loads(
             text, object_pairs_hook=_unique_keys, parse_constant=_refuse_constant, parse_float=_finite_float
         )
+    except JsonError:
+        raise
     except json.JSONDecodeError as error:
-        raise _invalid(f"{error.msg} at line {error.lineno}, column {error.colno}") from None
+        raise JsonError(f"{error.msg} at line {error.lineno}, column {error.colno}") from None
     except ValueError:  # the interpreter's bound on the digits of an integer
-        raise _invalid("an integer has too many digits") from None
+        raise JsonError("an integer has too many digits") from None
     if _ESCAPED_SURROGATE.search(text):
         _check_surrogates(value)
     return value
@@ -57,7 +76,7 @@ def _check_depth(text: str) -> None:
         if first in "[{":
             depth += 1
             if depth > MAX_JSON_DEPTH:
-                raise _invalid(f"nested more than {MAX_JSON_DEPTH} levels deep")
+                raise JsonError(f"nested more than {MAX_JSON_DEPTH} levels deep")
         elif first != '"':
             depth -= 1
 
@@ -67,7 +86,7 @@ def _check_surrogates(value: object) -> None:
     try:
         json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError:
-        raise _invalid("a string has an unpaired surrogate escape (\\ud800 to \\udfff)") from None
+        raise JsonError("a string has an unpaired surrogate escape (\\ud800 to \\udfff)") from None
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -76,21 +95,17 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         seen: set[str] = set()
         for key, _ in pairs:
             if key in seen:
-                raise RequestError(f"the key {key[:64]!r} occurs twice", field=key[:64], code="invalid_json")
+                raise JsonError(f"the key {key[:64]!r} occurs twice", key[:64])
             seen.add(key)
     return members
 
 
 def _refuse_constant(name: str) -> NoReturn:
-    raise _invalid(f"{name} is not JSON")
+    raise JsonError(f"{name} is not JSON")
 
 
 def _finite_float(literal: str) -> float:
     value = float(literal)
     if value in (float("inf"), float("-inf")):
-        raise _invalid(f"the number {literal[:32]} is out of range")
+        raise JsonError(f"the number {literal[:32]} is out of range")
     return value
-
-
-def _invalid(reason: str) -> RequestError:
-    return RequestError(f"the body cannot be read as JSON: {reason}", code="invalid_json")

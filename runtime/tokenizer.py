@@ -27,7 +27,8 @@ class Tokenizer:
 
     `vocab_size` is the largest token id + 1, which may differ from the width of the model's logits.
     `eos_token_ids` is every id that ends a turn: the union of what config.json, generation_config.json and
-    the tokenizer name. `special_token_ids` are hidden by `skip_special_tokens`.
+    the tokenizer name. `special_token_ids` are hidden by `skip_special_tokens`. `control_token_ids` are, by their
+    text, the special tokens and those added ones that the chat template writes.
     """
 
     def __init__(
@@ -52,15 +53,13 @@ class Tokenizer:
         self.eos_token_ids = frozenset(eos_token_ids)
         self._chat_template = chat_template
         written = "" if chat_template is None else chat_template.literal_text
-        self._control_tokens = ControlTokens(
-            backend,
-            {
-                token.content: token_id
-                for token_id, token in added.items()
-                # Added tokens that are mere spacing, such as "\n", are text.
-                if (token.special or token.content in written) and not token.content.isspace()
-            },
-        )
+        self.control_token_ids: Mapping[str, int] = {
+            token.content: token_id
+            for token_id, token in added.items()
+            # Added tokens that are mere spacing, such as "\n", are text.
+            if (token.special or token.content in written) and not token.content.isspace()
+        }
+        self._control_tokens = ControlTokens(backend, self.control_token_ids)
 
     @classmethod
     def from_directory(cls, path: str | Path, *, chat_template: str | None = None) -> Tokenizer:

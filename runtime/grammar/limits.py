@@ -1,0 +1,20 @@
+"""How much a form of output may ask for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class GrammarLimits:
+    """Bounds on one compilation, and on what is kept of them.
+
+    `max_bytes` of all texts of a `StructuredOutput`, `max_depth` levels of nesting, `deadline_seconds` from the
+    request on, waiting for others included. `num_kept` compiled forms stay in memory, the latest used.
+    """
+
+    max_bytes: int = 512 << 10
+    max_depth: int = 64
+    deadline_seconds: float = 5.0
+    num_kept: int = 128
+    num_threads: int = 2

@@ -1,0 +1,117 @@
+"""The masks of a step, filled in worker threads while the model runs."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+from llguidance import LLExecutor, LLMatcher
+
+from ...errors import EngineError
+from ..structured import Matcher
+from .matcher import LlguidanceMatcher
+from .vocabulary import num_words
+
+_MAX_NUM_THREADS = 16
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MaskRows:
+    """The masks of one matcher: `rows[j]` is what may follow `j` tokens of its draft.
+
+    `rows` `[num_valid, W]` int32; `num_valid` is one more than the draft tokens that the grammar accepts. `error` is
+    why there are none; the sequence must end.
+    """
+
+    rows: np.ndarray
+    error: EngineError | None = None
+
+    @property
+    def num_valid(self) -> int:
+        return len(self.rows)
+
+
+class MaskFiller:
+    """Fills masks in threads of its own, `num_threads` (None: as many as there are CPUs, 16 at most). Close it."""
+
+    def __init__(self, vocab_size: int, num_threads: int | None = None) -> None:
+        self._num_words = num_words(vocab_size)
+        threads = num_threads or min(_MAX_NUM_THREADS, os.cpu_count() or 1)
+        self._executor = LLExecutor(threads)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="pelton-masks")
+
+    def submit(self, asks: Sequence[tuple[Matcher, Sequence[int]]]) -> Future[list[MaskRows]]:
+        """Start filling, for each (matcher, draft), the mask before each token of the draft and the one behind it.
+
+        The matchers, all different, are the threads' own until the future is done, and then stand where they stood.
+        """
+        return self._thread.submit(self._fill, list(asks))
+
+    def close(self) -> None:
+        self._thread.shutdown(cancel_futures=True)
+
+    def _fill(self, asks: list[tuple[Matcher, Sequence[int]]]) -> list[MaskRows]:
+        masks = np.empty((sum(len(draft) + 1 for _, draft in asks), self._num_words), np.int32)
+        results: list[MaskRows] = []
+        plain: list[tuple[LLMatcher, int]] = []
+        drafted: list[tuple[LLMatcher, int, list[int]]] = []
+        start = 0
+        for matcher, draft in asks:
+            rows = masks[start : start + len(draft) + 1]
+            raw = matcher.raw_for(draft) if isinstance(matcher, LlguidanceMatcher) else None
+            if raw is None:
+                results.append(_fill_rows(matcher, draft, rows))
+            else:
+                results.append(MaskRows(rows))
+                if draft:
+                    drafted.append((raw, start, list(draft)))
+                else:
+                    plain.append((raw, start))
+            start += len(rows)
+        size = masks.strides[0] if len(masks) else 0
+        if plain:
+            self._executor.unsafe_compute_mask_ptr(plain, masks.ctypes.data, size, len(masks))
+        if drafted:
+            self._executor.unsafe_compute_mask_ptr_with_draft_token(
+                drafted, masks.ctypes.data, size, len(masks)
+            )
+        return [_checked(result, *ask) for result, ask in zip(results, asks, strict=True)]
+
+
+def _checked(result: MaskRows, matcher: Matcher, draft: Sequence[int]) -> MaskRows:
+    """Without the rows behind a token that the row before it leaves out."""
+    if result.error is not None or not isinstance(matcher, LlguidanceMatcher):
+        return result
+    try:
+        matcher.check()
+    except EngineError as error:
+        return MaskRows(result.rows[:0], error)
+    num_accepted = 0
+    while num_accepted < len(result.rows) - 1 and _allows(result.rows[num_accepted], draft[num_accepted]):
+        num_accepted += 1
+    return MaskRows(result.rows[: num_accepted + 1])
+
+
+def _allows(row: np.ndarray, token_id: int) -> bool:
+    return bool(row[token_id // 32] >> (token_id % 32) & 1)
+
+
+def _fill_rows(matcher: Matcher, draft: Sequence[int], rows: np.ndarray) -> MaskRows:
+    """One matcher, by its own methods."""
+    num_accepted = 0
+    try:
+        matcher.fill(rows[0])
+        for token_id in draft:
+            if not 0 <= token_id < 32 * rows.shape[1] or not _allows(rows[num_accepted], token_id):
+                break
+            if not matcher.accept(token_id):
+                break
+            num_accepted += 1
+            matcher.fill(rows[num_accepted])
+        matcher.rollback(num_accepted)
+    except EngineError as error:
+        return MaskRows(rows[:0], error)
+    return MaskRows(rows[: num_accepted + 1])

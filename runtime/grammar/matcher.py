@@ -1,0 +1,120 @@
+"""Grammars and matchers (`runtime/structured.py`) on llguidance."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from llguidance import LLMatcher
+
+from ...errors import EngineError
+from .vocabulary import Vocabulary
+
+
+class LlguidanceGrammar:
+    """A `Grammar`. `template` has accepted nothing and is never changed; copies of it share what it has computed."""
+
+    def __init__(self, vocabulary: Vocabulary, template: LLMatcher) -> None:
+        self._vocabulary = vocabulary
+        self._template = template
+
+    def start(self, token_ids: Sequence[int] = ()) -> LlguidanceMatcher:
+        """Raises `EngineError` if `token_ids` are none that this grammar allows."""
+        matcher = LlguidanceMatcher(self._vocabulary, self._template.deep_copy())
+        for position, token_id in enumerate(token_ids):
+            if not matcher.accept(token_id):
+                raise EngineError(f"token {position} of the output, {token_id}, is none that its form allows")
+        return matcher
+
+
+class LlguidanceMatcher:
+    """A `Matcher`. Every method raises `EngineError` once the grammar has outgrown its limits."""
+
+    def __init__(self, vocabulary: Vocabulary, matcher: LLMatcher) -> None:
+        self.vocabulary = vocabulary
+        self._raw = matcher
+        self._num_ends = 0  # tokens that end a turn, accepted at the end
+
+    @property
+    def is_finished(self) -> bool:
+        if self._num_ends:
+            return True
+        is_stopped = self._raw.is_stopped()
+        if is_stopped:
+            self.check()
+        return is_stopped
+
+    def fill(self, mask: np.ndarray) -> None:
+        if (
+            mask.shape != (self.vocabulary.num_words,)
+            or mask.dtype != np.int32
+            or not mask.flags.c_contiguous
+        ):
+            raise ValueError(f"a mask is {self.vocabulary.num_words} int32 words in a row")
+        if self._num_ends:
+            self._fill_end(mask)
+            return
+        self._raw.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+        self.check()
+
+    def _fill_end(self, mask: np.ndarray) -> None:
+        """Allow nothing but the tokens that end a turn."""
+        mask[:] = 0
+        words = mask.view(np.uint32)
+        for token_id in self.vocabulary.eos_token_ids:
+            words[token_id // 32] |= np.uint32(1 << token_id % 32)
+
+    def accept(self, token_id: int) -> bool:
+        if token_id in self.vocabulary.eos_token_ids:
+            is_accepted = self._num_ends > 0 or self._raw.is_accepting()
+            self.check()
+            self._num_ends += is_accepted
+            return is_accepted
+        if self._num_ends or not 0 <= token_id < self.vocabulary.vocab_size:
+            return False
+        is_accepted = self._raw.try_consume_tokens([token_id]) == 1
+        self.check()
+        return is_accepted
+
+    def rollback(self, num_tokens: int) -> None:
+        ends = min(num_tokens, self._num_ends)
+        self._num_ends -= ends
+        if num_tokens > ends and not self._raw.rollback(num_tokens - ends):
+            self.check()
+            raise ValueError(f"fewer than {num_tokens} tokens to take back")
+
+    def forced(self, max_tokens: int) -> list[int]:
+        tokens: list[int] = []
+        mask = np.empty(self.vocabulary.num_words, np.int32)
+        # Where one token alone may follow, its bytes are the only ones that may: no need for a mask without them.
+        while len(tokens) < max_tokens and not self.is_finished and self._raw.compute_ff_bytes():
+            self.fill(mask)
+            words = np.flatnonzero(mask)
+            if len(words) != 1:
+                break
+            word = int(mask.view(np.uint32)[words[0]])
+            token_id = int(words[0]) * 32 + word.bit_length() - 1
+            if word & (word - 1) or token_id in self.vocabulary.eos_token_ids or not self.accept(token_id):
+                break
+            tokens.append(token_id)
+        self.rollback(len(tokens))
+        return tokens
+
+    def raw_for(self, draft: Sequence[int]) -> LLMatcher | None:
+        """llguidance's matcher, if that alone can go through `draft`: it knows neither an end taken nor padding."""
+        ends = self.vocabulary.eos_token_ids
+        if self._num_ends or any(t in ends or not 0 <= t < self.vocabulary.vocab_size for t in draft):
+            return None
+        return self._raw
+
+    def check(self) -> None:
+        """Raise `EngineError` if llguidance has given up."""
+        if self._raw.is_error():
+            raise EngineError(
+                f"the form of the output outgrew what a step may compute: {_first_line(self._raw.get_error())}; "
+                "make the schema or grammar simpler"
+            )
+
+
+def _first_line(text: str) -> str:
+    return text.strip().partition("\n")[0][:200]

@@ -1,0 +1,239 @@
+"""Regular expressions of users, made ready for llguidance: ECMA-262, and what of Python's `re` is no different.
+
+llguidance reads the syntax of Rust's regex crate, which gives some of the same characters another meaning (`[a&&b]`,
+`[[:alpha:]]`, Unicode classes). So a pattern is parsed here and written anew with nothing left to interpretation;
+whatever has no counterpart is refused.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+MAX_PATTERN_DEPTH = 32
+MAX_REPEAT = 100_000
+
+_SPACES = r"\t\n\x0b\x0c\r\x20\x{a0}\x{1680}\x{2000}-\x{200a}\x{2028}\x{2029}\x{202f}\x{205f}\x{3000}"
+_CLASSES = {
+    "d": "0-9",
+    "w": "0-9A-Za-z_",
+    "s": _SPACES,  # what ECMA-262 and Python agree on; of the others neither `\s` nor `\S` makes any
+}
+_NOT_CLASSES = {"D": "^0-9", "W": "^0-9A-Za-z_", "S": rf"^{_SPACES}\x1c-\x1f\x{{85}}\x{{feff}}"}
+_CONTROLS = {"n": 10, "r": 13, "t": 9, "f": 12, "v": 11}
+_DOT = r"[^\n\r\x{2028}\x{2029}]"
+_ANYTHING = "(?s:.*)"
+_HEX = re.compile(r"x([0-9A-Fa-f]{2})|u([0-9A-Fa-f]{4})|u\{([0-9A-Fa-f]{1,6})\}")
+_PROPERTY = re.compile(r"[pP]\{[A-Za-z_]+(?:=[A-Za-z_]+)?\}")
+_REPEAT = re.compile(r"\{(\d+)(?:(,)(\d*))?\}")
+_GROUP_NAME = re.compile(r"\?P?<[A-Za-z_]\w*>|\?:")
+
+
+class PatternError(ValueError):
+    """Says what of a pattern cannot be honoured, and where it stands."""
+
+
+def search_regex(pattern: str) -> str:
+    """A regex of whole strings that have a match of `pattern` somewhere. Raises `PatternError`."""
+    return "|".join(
+        f"{'' if part.is_start else _ANYTHING}(?:{part.body}){'' if part.is_end else _ANYTHING}"
+        for part in _Reader(pattern).alternatives()
+    )
+
+
+def full_regex(pattern: str) -> str:
+    """A regex of whole strings that are a match of `pattern`; anchors at its ends change nothing. As above."""
+    return "|".join(f"(?:{part.body})" for part in _Reader(pattern).alternatives())
+
+
+def literal_regex(text: str) -> str:
+    return "".join(map(_escaped, text))
+
+
+@dataclass(frozen=True, slots=True)
+class _Alternative:
+    body: str
+    is_start: bool
+    is_end: bool
+
+
+class _Reader:
+    def __init__(self, pattern: str) -> None:
+        self._text = pattern
+        self._at = 0
+        self._depth = 0
+
+    def alternatives(self) -> list[_Alternative]:
+        """The pattern's outermost alternatives, whose anchors count."""
+        parts = [self._alternative(is_outermost=True)]
+        while self._take("|"):
+            parts.append(self._alternative(is_outermost=True))
+        if self._at < len(self._text):
+            raise self._error("a ')' that closes nothing")
+        return parts
+
+    def _alternative(self, *, is_outermost: bool = False) -> _Alternative:
+        is_start = is_outermost and self._take("^")
+        out: list[str] = []
+        is_end = False
+        while self._at < len(self._text) and self._peek() not in "|)":
+            if is_outermost and self._peek() == "$" and self._text[self._at + 1 : self._at + 2] in ("", "|"):
+                self._at += 1
+                is_end = True
+                break
+            out.append(self._atom() + self._repeat())
+        return _Alternative("".join(out), is_start, is_end)
+
+    def _atom(self) -> str:
+        char = self._next()
+        if char == "(":
+            return self._group()
+        if char == "[":
+            return self._class()
+        if char == ".":
+            return _DOT
+        if char == "\\":
+            return self._escape(in_class=False)
+        if char in "^$":
+            raise self._error(f"the anchor {char!r} anywhere but at the ends of the pattern")
+        if char in "*+?" or (char == "{" and _REPEAT.match(self._text, self._at - 1)):
+            raise self._error(f"{char!r} that repeats nothing")
+        return _escaped(char)
+
+    def _group(self) -> str:
+        if self._peek() == "?":
+            match = _GROUP_NAME.match(self._text, self._at)
+            if match is None:
+                raise self._error("a group of the kind '(?...': no lookaround, no flags")
+            self._at = match.end()
+        self._depth += 1
+        if self._depth > MAX_PATTERN_DEPTH:
+            raise self._error(f"groups more than {MAX_PATTERN_DEPTH} deep")
+        parts = [self._alternative().body]
+        while self._take("|"):
+            parts.append(self._alternative().body)
+        if not self._take(")"):
+            raise self._error("a '(' without its ')'")
+        self._depth -= 1
+        return f"(?:{'|'.join(parts)})"
+
+    def _repeat(self) -> str:
+        """The quantifier behind an atom. A lazy one allows the same texts as a greedy one."""
+        quantifier = ""
+        match = _REPEAT.match(self._text, self._at)
+        if match is not None:
+            self._at = match.end()
+            low, comma, high = match.groups()
+            counts = [int(count) for count in (low, high) if count]
+            if len(match[0]) > 16 or max(counts) > MAX_REPEAT or counts[-1] < counts[0]:
+                raise self._error(
+                    f"the repetition {match[0][:16]!r} (0 to {MAX_REPEAT}, the lower number first)"
+                )
+            quantifier = f"{{{counts[0]}{comma or ''}{counts[1] if high else ''}}}"
+        elif self._peek() in ("*", "+", "?"):
+            quantifier = self._next()
+        if quantifier:
+            self._take("?")
+            if self._peek() in ("*", "+", "?") or _REPEAT.match(self._text, self._at):
+                raise self._error("two repetitions in a row")
+        return quantifier
+
+    def _class(self) -> str:
+        start = self._at
+        out = ["[^" if self._take("^") else "["]
+        previous: str | None = None  # the character that a '-' may make a range of
+        while not self._take("]"):
+            if self._at >= len(self._text):
+                self._at = start
+                raise self._error("a '[' without its ']'")
+            item = self._class_item()
+            is_range = (
+                previous is not None
+                and item == r"\-"
+                and self._text[self._at - 1] == "-"
+                and self._text[self._at - 2] != "\\"
+                and self._peek() not in ("", "]")
+            )
+            if is_range:
+                end = self._class_item()
+                if not _is_single(end):
+                    raise self._error("a range of a class that ends with a set")
+                if _point(end) < _point(previous or ""):
+                    raise self._error("a range of a class that runs backwards")
+                out.append("-" + end)
+                previous = None
+            else:
+                out.append(item)
+                previous = item if _is_single(item) else None
+        if len(out) == 1:
+            return _NOTHING if out[0] == "[" else "(?s:.)"
+        return "".join(out) + "]"
+
+    def _class_item(self) -> str:
+        char = self._next()
+        return self._escape(in_class=True) if char == "\\" else _escaped(char)
+
+    def _escape(self, *, in_class: bool) -> str:
+        if self._at >= len(self._text):
+            raise self._error("a '\\' at the end")
+        match = _HEX.match(self._text, self._at)
+        if match is not None:
+            self._at = match.end()
+            point = int(match[1] or match[2] or match[3], 16)
+            if 0xD800 <= point < 0xE000 or point > 0x10FFFF:
+                raise self._error("an escape that is no character")
+            return _escaped(chr(point))
+        match = _PROPERTY.match(self._text, self._at)
+        if match is not None:
+            self._at = match.end()
+            return f"\\{match[0]}"
+        char = self._next()
+        if char in _CLASSES:
+            return _CLASSES[char] if in_class else f"[{_CLASSES[char]}]"
+        if char in _NOT_CLASSES:
+            return f"[{_NOT_CLASSES[char]}]"
+        if char in _CONTROLS:
+            return _escaped(chr(_CONTROLS[char]))
+        if char == "b" and in_class:
+            return _escaped("\b")
+        if char == "0" and not self._peek().isdigit():
+            return _escaped("\0")
+        if char.isalnum() or char == "_":
+            raise self._error(f"the escape '\\{char}'")
+        return _escaped(char)
+
+    def _peek(self) -> str:
+        return self._text[self._at : self._at + 1]
+
+    def _next(self) -> str:
+        self._at += 1
+        return self._text[self._at - 1]
+
+    def _take(self, char: str) -> bool:
+        if self._peek() == char:
+            self._at += 1
+            return True
+        return False
+
+    def _error(self, what: str) -> PatternError:
+        return PatternError(f"{what} at character {min(self._at, len(self._text))} cannot be honoured")
+
+
+_NOTHING = r"[^\x{0}-\x{10FFFF}]"
+
+
+def _escaped(char: str) -> str:
+    """`char` as a Rust regex that stands for it, in a class and outside."""
+    if char.isascii() and not char.isalnum():
+        return f"\\{char}" if char in r"\.+*?()|[]{}^$#&-~" else f"\\x{ord(char):02x}"
+    return char
+
+
+def _is_single(item: str) -> bool:
+    return not item.startswith(("[", r"\p", r"\P")) and item not in _CLASSES.values()
+
+
+def _point(item: str) -> int:
+    if item.startswith(r"\x"):
+        return int(item[2:], 16)
+    return ord(item[-1])

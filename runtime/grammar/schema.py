@@ -1,0 +1,391 @@
+"""JSON schemas of users, made ready for llguidance: what it would ignore or get wrong is refused or rewritten.
+
+The dialect is JSON Schema 2020-12, with these bounds:
+
+- every keyword is an annotation, or honoured, or refused; names that are no keyword are refused too (`x-...` is an
+  annotation), for a misspelt one must not go unnoticed;
+- `$ref` points into the schema itself (`#`, `#/...`), and never back to itself without an object or array between;
+- `oneOf` needs alternatives that are told apart by type, by `const` or `enum`, or by such a property that is required;
+- objects have their properties in the order of the schema.
+
+Objects of different form may not be told apart by `minProperties`: the grammar cannot count different keys.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+from urllib.parse import unquote
+
+from .formats import FORMATS, LIBRARY_FORMATS
+from .patterns import PatternError, search_regex
+from .schema_choice import are_disjoint, can_end
+
+Schema = dict[str, Any] | bool
+
+MAX_NUM_NODES = 20_000
+MAX_NUM_PROPERTIES = (
+    1500  # of one object: what a grammar does to tell other keys from them grows with the square
+)
+_MAX_EXACT = 2**53
+_TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
+_ANNOTATIONS = frozenset(
+    {"$schema", "$comment", "$defs", "definitions", "title", "description", "default", "example", "examples"}
+    | {"deprecated", "readOnly", "writeOnly"}
+)
+
+
+class SchemaError(ValueError):
+    """`pointer` (RFC 6901) is the keyword or value at fault."""
+
+    def __init__(self, pointer: str, reason: str) -> None:
+        super().__init__(reason)
+        self.pointer = pointer
+
+
+def prepare_schema(schema: object, *, max_depth: int) -> dict[str, Any]:
+    """A schema of the same values that llguidance honours whole. Raises `SchemaError`."""
+    reader = _Reader(schema, max_depth)
+    root = reader.read(schema, "")
+    reader.read_definitions()
+    reader.check_cycles()
+    reader.check_choices()
+    if isinstance(root, bool):
+        root = {} if root else {"enum": []}
+    if not can_end(root, reader.definitions):
+        raise SchemaError("", "the schema allows no value that ever ends")
+    return root | ({"$defs": reader.definitions} if reader.definitions else {})
+
+
+class _Reader:
+    def __init__(self, root: object, max_depth: int) -> None:
+        self._root = root
+        self._max_depth = max_depth
+        self._num_nodes = 0
+        self._names: dict[str, str] = {}  # of definitions, by the pointer that they stand for
+        self._in_place: dict[str, set[str]] = {}  # pointer -> pointers that describe the very same value
+        self._edges: set[str] = set()  # those of what is being read
+        self._choices: list[tuple[str, list[Schema]]] = []
+        self.definitions: dict[str, Schema] = {}
+
+    def read(self, schema: object, pointer: str) -> Schema:
+        self._num_nodes += 1
+        if self._num_nodes > MAX_NUM_NODES:
+            raise SchemaError(pointer, f"more than {MAX_NUM_NODES} subschemas")
+        if isinstance(schema, bool):
+            return schema
+        if not isinstance(schema, dict):
+            raise SchemaError(pointer, "a schema must be an object or a boolean")
+        if pointer.count("/") > self._max_depth:
+            raise SchemaError(pointer, f"nested more than {self._max_depth} levels deep")
+        plain: dict[str, Any] = {}
+        in_place: dict[str, Any] = {}
+        for key, value in schema.items():
+            at = f"{pointer}/{_escape(key)}"
+            if key in _IN_PLACE:
+                in_place |= _IN_PLACE[key](self, value, at)
+            elif key in _PLAIN:
+                plain |= _PLAIN[key](self, value, at)
+            elif not self._is_annotation(key, schema, pointer):
+                raise SchemaError(at, _refusal(key))
+        self._settle(plain, pointer, schema)
+        rest = [part for part in (plain.pop("allOf", []), in_place.pop("allOf", [])) if part]
+        result = plain | in_place
+        if rest:
+            result["allOf"] = [item for part in rest for item in part]
+        return result
+
+    def read_definitions(self) -> None:
+        """Read what references point at, and what those point at."""
+        while pending := self._names.keys() - self._in_place.keys():
+            for pointer in pending:
+                self._edges = self._in_place[pointer] = set()
+                self.definitions[self._names[pointer]] = self.read(self._target(pointer, pointer), pointer)
+
+    def check_choices(self) -> None:
+        """`oneOf` stands as `anyOf` in what was read; so no two alternatives may share a value."""
+        for at, options in self._choices:
+            for index, option in enumerate(options):
+                for other in range(index):
+                    if not are_disjoint(options[other], option, self.definitions):
+                        raise SchemaError(
+                            f"{at}/{index}",
+                            f"it may share values with alternative {other}; tell them apart by type, or by the "
+                            "const or enum of a required property, or use anyOf",
+                        )
+
+    def check_cycles(self) -> None:
+        """A reference that comes back to itself describes no value."""
+        state: dict[str, int] = {}  # 1: on the way, 2: known to end
+        for start in self._in_place:
+            stack = [(start, iter(self._in_place[start]))]
+            if state.setdefault(start, 1) == 2:
+                continue
+            while stack:
+                pointer, following = stack[-1]
+                target = next(following, None)
+                if target is None:
+                    state[pointer] = 2
+                    stack.pop()
+                elif state.get(target) == 1:
+                    raise SchemaError(target, "a $ref that leads back to itself")
+                elif state.get(target) is None:
+                    state[target] = 1
+                    stack.append((target, iter(self._in_place.get(target, ()))))
+
+    def _is_annotation(self, key: str, schema: Mapping[str, object], pointer: str) -> bool:
+        if key == "$id":
+            return pointer == ""
+        if key == "discriminator":
+            return "oneOf" in schema or "anyOf" in schema
+        return key in _ANNOTATIONS or key.startswith("x-") or (key == "uniqueItems" and schema[key] is False)
+
+    def _settle(self, plain: dict[str, Any], pointer: str, schema: Mapping[str, object]) -> None:
+        """What several keywords decide together."""
+        for low, high in (
+            ("minLength", "maxLength"),
+            ("minItems", "maxItems"),
+            ("minProperties", "maxProperties"),
+        ):
+            if low in plain and plain[low] > plain.get(high, plain[low]):
+                raise SchemaError(f"{pointer}/{low}", f"it is above {high}")
+        named = len(plain.get("required", ()))
+        if plain.get("minProperties", 0) > named + 1:
+            raise SchemaError(
+                f"{pointer}/minProperties", "at most one more than the required properties can be promised"
+            )
+        known = FORMATS.get(str(schema.get("format")))
+        if known is not None:
+            if "pattern" in plain:
+                plain["allOf"] = [{"type": "string", "pattern": f"^(?:{known})$"}]
+                if schema.get("type") != "string":
+                    raise SchemaError(f"{pointer}/format", 'with a pattern it needs "type": "string"')
+            else:
+                plain["pattern"] = f"^(?:{known})$"
+
+    # -- keywords that describe the same value
+
+    def ref(self, value: object, at: str) -> dict[str, Any]:
+        if not isinstance(value, str):
+            raise SchemaError(at, "it must be a string")
+        if value != "#" and not value.startswith("#/"):
+            raise SchemaError(
+                at, f"{value[:80]!r} is outside the schema; only '#' and '#/...' can be followed"
+            )
+        target = "".join(f"/{part}" for part in unquote(value[1:]).split("/")[1:])
+        self._target(target, at)
+        self._edges.add(target)
+        name = self._names.setdefault(target, f"d{len(self._names)}")
+        return {"$ref": f"#/$defs/{name}"}
+
+    def all_of(self, value: object, at: str) -> dict[str, Any]:
+        return {"allOf": self._list(value, at)}
+
+    def any_of(self, value: object, at: str) -> dict[str, Any]:
+        return {"anyOf": self._list(value, at)}
+
+    def one_of(self, value: object, at: str) -> dict[str, Any]:
+        options = self._list(value, at)
+        self._choices.append((at, options))
+        return {"anyOf": options}
+
+    def enum(self, value: object, at: str) -> dict[str, Any]:
+        if not isinstance(value, list) or not value:
+            raise SchemaError(at, "it must be a list of at least one value")
+        for index, item in enumerate(value):
+            _check_value(item, f"{at}/{index}", self._max_depth)
+        return {"enum": value}
+
+    def const(self, value: object, at: str) -> dict[str, Any]:
+        _check_value(value, at, self._max_depth)
+        return {"enum": [value]}
+
+    # -- keywords of one type
+
+    def type(self, value: object, at: str) -> dict[str, Any]:
+        names = value if isinstance(value, list) else [value]
+        if not names:
+            raise SchemaError(at, "it must name at least one type")
+        for name in names:
+            if name not in _TYPES:
+                raise SchemaError(at, f"{str(name)[:64]!r} is no type; the types are {', '.join(_TYPES)}")
+        return {"type": value if isinstance(value, str) else list(dict.fromkeys(names))}
+
+    def count(self, value: object, at: str) -> dict[str, Any]:
+        if isinstance(value, float) and value.is_integer():
+            value = int(value)
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**31:
+            raise SchemaError(at, f"it must be an integer from 0 to {2**31 - 1}")
+        return {_last(at): value}
+
+    def bound(self, value: object, at: str) -> dict[str, Any]:
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise SchemaError(at, "it must be a number")
+        _check_number(value, at)
+        return {_last(at): value}
+
+    def multiple_of(self, value: object, at: str) -> dict[str, Any]:
+        self.bound(value, at)
+        assert isinstance(value, (int, float))
+        if value <= 0:
+            raise SchemaError(at, "it must be above 0")
+        return {"multipleOf": value}
+
+    def pattern(self, value: object, at: str) -> dict[str, Any]:
+        return {"pattern": _pattern(value, at)}
+
+    def format(self, value: object, at: str) -> dict[str, Any]:
+        if value in FORMATS:
+            return {}  # becomes a pattern
+        if value not in LIBRARY_FORMATS:
+            names = ", ".join(sorted({*FORMATS, *LIBRARY_FORMATS}))
+            raise SchemaError(at, f"the format {str(value)[:64]!r} cannot be honoured; there is {names}")
+        return {"format": value}
+
+    def items(self, value: object, at: str) -> dict[str, Any]:
+        if isinstance(value, list):
+            raise SchemaError(at, "a list of schemas is the form of older drafts; write it as prefixItems")
+        return {"items": self._below(value, at)}
+
+    def prefix_items(self, value: object, at: str) -> dict[str, Any]:
+        return {
+            "prefixItems": [
+                self._below(item, f"{at}/{index}") for index, item in enumerate(self._options(value, at))
+            ]
+        }
+
+    def properties(self, value: object, at: str) -> dict[str, Any]:
+        return {"properties": self._members(value, at)}
+
+    def pattern_properties(self, value: object, at: str) -> dict[str, Any]:
+        members = self._members(value, at)
+        return {
+            "patternProperties": {
+                _pattern(key, f"{at}/{_escape(key)}"): member for key, member in members.items()
+            }
+        }
+
+    def additional_properties(self, value: object, at: str) -> dict[str, Any]:
+        return {"additionalProperties": self._below(value, at)}
+
+    def required(self, value: object, at: str) -> dict[str, Any]:
+        if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
+            raise SchemaError(at, "it must be a list of names")
+        if len(value) > MAX_NUM_PROPERTIES:
+            raise SchemaError(at, f"more than {MAX_NUM_PROPERTIES} properties")
+        return {"required": list(dict.fromkeys(value))}
+
+    # -- what they share
+
+    def _members(self, value: object, at: str) -> dict[str, Schema]:
+        if not isinstance(value, dict):
+            raise SchemaError(at, "it must be an object of schemas")
+        if len(value) > MAX_NUM_PROPERTIES:
+            raise SchemaError(at, f"more than {MAX_NUM_PROPERTIES} properties")
+        return {key: self._below(member, f"{at}/{_escape(key)}") for key, member in value.items()}
+
+    def _below(self, value: object, at: str) -> Schema:
+        """A schema of a part of the value: references in it may lead anywhere."""
+        edges, self._edges = self._edges, set()
+        schema = self.read(value, at)
+        self._edges = edges
+        return schema
+
+    def _list(self, value: object, at: str) -> list[Schema]:
+        return [self.read(option, f"{at}/{index}") for index, option in enumerate(self._options(value, at))]
+
+    def _options(self, value: object, at: str) -> list[Any]:
+        if not isinstance(value, list) or not value:
+            raise SchemaError(at, "it must be a list of at least one schema")
+        return value
+
+    def _target(self, pointer: str, at: str) -> Any:
+        value = self._root
+        for part in pointer.split("/")[1:]:
+            key = part.replace("~1", "/").replace("~0", "~")
+            if isinstance(value, dict) and key in value:
+                value = value[key]
+            elif isinstance(value, list) and key.isdecimal() and int(key) < len(value):
+                value = value[int(key)]
+            else:
+                raise SchemaError(at, f"nothing stands at '#{pointer[:200]}'")
+        return value
+
+
+_IN_PLACE: Mapping[str, Callable[[_Reader, object, str], dict[str, Any]]] = {
+    "$ref": _Reader.ref,
+    "allOf": _Reader.all_of,
+    "anyOf": _Reader.any_of,
+    "oneOf": _Reader.one_of,
+    "enum": _Reader.enum,
+    "const": _Reader.const,
+}
+_PLAIN: Mapping[str, Callable[[_Reader, object, str], dict[str, Any]]] = {
+    "type": _Reader.type,
+    "minLength": _Reader.count,
+    "maxLength": _Reader.count,
+    "minItems": _Reader.count,
+    "maxItems": _Reader.count,
+    "minProperties": _Reader.count,
+    "maxProperties": _Reader.count,
+    "minimum": _Reader.bound,
+    "maximum": _Reader.bound,
+    "exclusiveMinimum": _Reader.bound,
+    "exclusiveMaximum": _Reader.bound,
+    "multipleOf": _Reader.multiple_of,
+    "pattern": _Reader.pattern,
+    "format": _Reader.format,
+    "items": _Reader.items,
+    "prefixItems": _Reader.prefix_items,
+    "properties": _Reader.properties,
+    "patternProperties": _Reader.pattern_properties,
+    "additionalProperties": _Reader.additional_properties,
+    "required": _Reader.required,
+}
+
+
+def _pattern(value: object, at: str) -> str:
+    if not isinstance(value, str):
+        raise SchemaError(at, "it must be a string")
+    try:
+        return f"^(?:{search_regex(value)})$"
+    except PatternError as error:
+        raise SchemaError(at, str(error)) from None
+
+
+def _check_value(value: object, at: str, max_depth: int) -> None:
+    """A literal value: numbers must be such as the grammar spells exactly."""
+    if at.count("/") > max_depth:
+        raise SchemaError(at, f"nested more than {max_depth} levels deep")
+    if isinstance(value, dict):
+        for key, item in value.items():
+            _check_value(item, f"{at}/{_escape(key)}", max_depth)
+    elif isinstance(value, list):
+        for index, item in enumerate(value):
+            _check_value(item, f"{at}/{index}", max_depth)
+    elif isinstance(value, (int, float)) and not isinstance(value, bool):
+        _check_number(value, at)
+
+
+def _check_number(value: float, at: str) -> None:
+    if abs(value) > _MAX_EXACT or (value and abs(value) < 1e-9):
+        raise SchemaError(
+            at, f"numbers beyond 2**53 or closer to 0 than 1e-9 are not exact: {str(value)[:32]}"
+        )
+
+
+def _refusal(key: str) -> str:
+    return f"the keyword {key[:64]!r} is not supported; leave it out"
+
+
+def _escape(key: str) -> str:
+    return key.replace("~", "~0").replace("/", "~1")
+
+
+def _last(at: str) -> str:
+    return at.rpartition("/")[2]
+
+
+def dump_schema(schema: Schema) -> str:
+    return json.dumps(schema, ensure_ascii=False, separators=(",", ":"))

@@ -365,6 +365,7 @@ def _request(
         params=params,
         cache_salt=body.cache_salt,
         arrival_time=time.monotonic(),
+        grammar=context.compile(params.structured_output),
     )
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -154,7 +154,8 @@ def enforced_calls(use: ToolUse, tool_format: ToolFormat | None) -> StructuredOu
     """The form that an answer must have, or None if it is free."""
     if tool_format is None or not use.is_enforced:
         return None
-    return tool_format.enforce(use.tools, use.choice == "required" and use.is_parallel)
+    form = tool_format.enforce(use.tools, use.choice == "required" and use.is_parallel)
+    return replace(form, field="tool_choice") if use.choice == "named" else form
 
 
 def check_tool_format(tool_format: ToolFormat | None, use: ToolUse) -> None:

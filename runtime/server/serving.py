@@ -16,6 +16,7 @@ from starlette.types import ASGIApp
 from ...errors import OverloadedError, PeltonError
 from ..engine import Engine
 from ..engine_loop import EngineLoop
+from ..grammar.compiler import GrammarCompiler
 from ..protocol import ApiContext
 from .app import create_app, guard
 from .gateway import Gateway, GatewayConfig
@@ -110,12 +111,14 @@ async def serve(
     """
     engine_loop = EngineLoop(engine)
     metrics = ServerMetrics(engine_loop.stats)
+    grammars = GrammarCompiler(engine.tokenizer, engine.limits.vocab_size)
     context = ApiContext(
         engine.tokenizer,
         engine.limits,
         config.model_names,
         tool_call_parser=config.tool_call_parser,
         reasoning_parser=config.reasoning_parser,
+        grammars=grammars,
     )
     _ = context.max_prompt_chars  # read here, so that the first request does not wait for it
     gateway = Gateway(engine_loop, context, config.gateway, metrics)
@@ -141,6 +144,7 @@ async def serve(
                 task.cancel()
     finally:
         gateway.close()
+        grammars.close()
         is_engine_closed = await asyncio.to_thread(engine_loop.stop, _ENGINE_STOP_SECONDS)
         if not is_engine_closed:
             _log.error("the engine did not stop within %.0f s", _ENGINE_STOP_SECONDS)

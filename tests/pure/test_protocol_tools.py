@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from pelton.errors import RequestError
 from pelton.runtime.executor import ExecutorLimits
+from pelton.runtime.grammar.compiler import GrammarCompiler
 from pelton.runtime.protocol import CHAT_COMPLETIONS, ApiContext, Call, Reply, dump_json, parse_call
 from pelton.runtime.protocol_tools import MAX_NUM_TOOLS
 from pelton.runtime.structured import Tag
 from pelton.runtime.tokenizer import Tokenizer
+from pelton.runtime.tool_calls.tools import nested
 from support.tiny_model import (
     NUM_PADDED_LOGITS,
     TOOL_TEMPLATE,
@@ -30,6 +33,7 @@ LIMITS = ExecutorLimits(
     num_blocks=512,
     vocab_size=NUM_PADDED_LOGITS,
 )
+GRAMMARS = GrammarCompiler(TOKENIZER, NUM_PADDED_LOGITS)
 USER = {"role": "user", "content": "Weather in Paris?"}
 CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 WEATHER = {"type": "function", "function": {"name": "get_weather", "description": "W", "parameters": CITY}}
@@ -38,8 +42,14 @@ NAMED = {"type": "function", "function": {"name": "get_time"}}
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>'
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _compiler() -> Iterator[None]:
+    yield
+    GRAMMARS.close()
+
+
 def chat(tokenizer: Tokenizer = TOKENIZER, parser: str = "auto", **body: Any) -> Call:
-    context = ApiContext(tokenizer, LIMITS, ("tiny",), tool_call_parser=parser)
+    context = ApiContext(tokenizer, LIMITS, ("tiny",), tool_call_parser=parser, grammars=GRAMMARS)
     return parse_call(CHAT_COMPLETIONS, {"messages": [USER], **body}, context, "id")
 
 
@@ -183,20 +193,65 @@ def test_enforced_calls() -> None:
     assert not form(tool_choice="required", parallel_tool_calls=False).is_repeated
     named = form(tool_choice=NAMED)
     assert (named.tags, named.is_repeated) == ((time,), False)
+    assert chat(tools=[TIME]).requests[0].grammar is None
+    assert chat(tools=[TIME], tool_choice=NAMED).requests[0].grammar is not None
+
+
+def test_so_01_a_schema_that_cannot_be_enforced_names_its_place() -> None:
+    broken = {
+        "type": "function",
+        "function": {"name": "f", "parameters": {"properties": {"a": {"type": "nope"}}}},
+    }
+    assert chat(tools=[TIME, broken]).requests, "a free answer is not held to it"
+    assert refusal(tools=[TIME, broken], tool_choice="required").field == "tools[1]/properties/a/type"
+    named = {"type": "function", "function": {"name": "f"}}
+    assert refusal(tools=[TIME, broken], tool_choice=named).field == "tool_choice[0]/properties/a/type"
+
+
+def test_without_a_compiler_nothing_is_left_unenforced() -> None:
+    context = ApiContext(TOKENIZER, LIMITS, ("tiny",))
+    body = {"messages": [USER], "tools": [TIME], "tool_choice": "required"}
+    with pytest.raises(RequestError) as caught:
+        parse_call(CHAT_COMPLETIONS, body, context, "id")
+    assert caught.value.field == "tools"
 
 
 @pytest.mark.parametrize("name", ["mistral", "granite"])
 def test_lists_are_enforced_as_one_value(name: str) -> None:
-    recursive = {"$ref": "#/$defs/p", "$defs": {"p": {"properties": {"$ref": {"const": {"$ref": "#/x"}}}}}}
+    recursive = {
+        "properties": {"a": {"$ref": "#/$defs/p"}},
+        "$defs": {"p": {"type": "array", "items": {"$ref": "#/$defs/p"}}},
+    }
     tools = [TIME, {"type": "function", "function": {"name": "f", "parameters": recursive}}]
     form = chat(parser=name, tools=tools, tool_choice="required", parallel_tool_calls=False)
     (tag,) = form.requests[0].params.structured_output.tags  # type: ignore[union-attr]
     schema = json.loads(tag.schema)
     assert (schema["minItems"], schema["maxItems"]) == (1, 1)
     arguments = schema["items"]["anyOf"][1]["properties"]["arguments"]
-    assert arguments["$ref"] == "#/items/anyOf/1/properties/arguments/$defs/p"
-    assert arguments["$defs"] == recursive["$defs"]
+    pointer = "#/items/anyOf/1/properties/arguments/$defs/p"
+    assert arguments["properties"]["a"]["$ref"] == arguments["$defs"]["p"]["items"]["$ref"] == pointer
     assert schema["items"]["anyOf"][0]["properties"]["name"] == {"const": "get_time"}
+
+
+def test_references_are_told_from_what_looks_like_them() -> None:
+    schema = {
+        "properties": {
+            "$ref": {"type": "string"},
+            "const": {"$ref": "#/x"},
+            "b": {"enum": [{"$ref": "#/x"}]},
+        },
+        "allOf": [{"$ref": "#"}, True],
+        "$id": "#/x",
+    }
+    assert nested(schema, "/p") == {
+        "properties": {
+            "$ref": {"type": "string"},
+            "const": {"$ref": "#/p/x"},
+            "b": {"enum": [{"$ref": "#/x"}]},
+        },
+        "allOf": [{"$ref": "#/p"}, True],
+        "$id": "#/x",
+    }
 
 
 def test_a_prompt_that_opened_reasoning() -> None:

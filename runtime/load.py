@@ -17,8 +17,14 @@ from .tokenizer import Tokenizer
 log = logging.getLogger(__name__)
 
 
-def load_engine(path: str | Path, config: EngineConfig | None = None, *, name: str | None = None) -> Engine:
-    """Check the bundle at `path` against this machine, then load it.
+def load_engine(
+    path: str | Path,
+    config: EngineConfig | None = None,
+    *,
+    name: str | None = None,
+    chat_template: str | None = None,
+) -> Engine:
+    """Check the bundle at `path` against this machine, then load it. `chat_template` (Jinja) replaces the model's.
 
     Raises `BundleError` (built with X, found Z, rebuild with ...) before the engine is touched, `ConfigError`
     when `config` cannot work with it.
@@ -29,7 +35,7 @@ def load_engine(path: str | Path, config: EngineConfig | None = None, *, name: s
     check_bundle(manifest, directory, HostFacts.detect())
     if manifest.target not in ("cpu", "cuda", TENSORRT, TENSORRT_RTX):
         raise BundleError(f"{directory}: built for target {manifest.target!r}, which this version cannot run")
-    tokenizer = Tokenizer.from_directory(directory)
+    tokenizer = Tokenizer.from_directory(directory, chat_template=chat_template)
     drafting = read_drafting(config, directory, manifest, tokenizer)
     executor = _open_executor(directory, manifest, replace(config, kv_cache_bytes=drafting.kv_cache_bytes))
     limits = executor.limits

@@ -16,6 +16,7 @@ from starlette.types import ASGIApp
 from ...errors import OverloadedError, PeltonError
 from ..engine import Engine
 from ..engine_loop import EngineLoop
+from ..grammar.compiler import GrammarCompiler
 from ..protocol import ApiContext
 from .app import create_app, guard
 from .gateway import Gateway, GatewayConfig
@@ -32,11 +33,15 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ServerConfig:
-    """Without `api_keys` the server is open to all who can reach it. `model_names` are what it answers to."""
+    """Without `api_keys` the server is open to all who can reach it. `model_names` are what it answers to. The
+    parsers are as in `ApiContext`.
+    """
 
     model_names: tuple[str, ...]
     api_keys: tuple[str, ...] = ()
     gateway: GatewayConfig = field(default_factory=GatewayConfig)
+    tool_call_parser: str = "auto"
+    reasoning_parser: str = "auto"
 
 
 class StopRequest:
@@ -106,7 +111,15 @@ async def serve(
     """
     engine_loop = EngineLoop(engine)
     metrics = ServerMetrics(engine_loop.stats)
-    context = ApiContext(engine.tokenizer, engine.limits, config.model_names)
+    grammars = GrammarCompiler(engine.tokenizer, engine.limits.vocab_size)
+    context = ApiContext(
+        engine.tokenizer,
+        engine.limits,
+        config.model_names,
+        tool_call_parser=config.tool_call_parser,
+        reasoning_parser=config.reasoning_parser,
+        grammars=grammars,
+    )
     _ = context.max_prompt_chars  # read here, so that the first request does not wait for it
     gateway = Gateway(engine_loop, context, config.gateway, metrics)
     server = _Server(_uvicorn_config(guard(create_app(gateway, metrics), config.api_keys)), on_ready)
@@ -131,6 +144,7 @@ async def serve(
                 task.cancel()
     finally:
         gateway.close()
+        grammars.close()
         is_engine_closed = await asyncio.to_thread(engine_loop.stop, _ENGINE_STOP_SECONDS)
         if not is_engine_closed:
             _log.error("the engine did not stop within %.0f s", _ENGINE_STOP_SECONDS)

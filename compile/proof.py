@@ -133,9 +133,7 @@ def record(
     tolerance = hidden_tolerance = _FLOAT32_TOLERANCE
     if not _is_float32(model):
         own = _eager(model, token_ids, with_hidden)
-        tolerance = _MAX_NOISE_RATIO * _relative_error(
-            [r.logits for r in own], [r.logits for r in reference]
-        )
+        tolerance = _MAX_NOISE_RATIO * _relative_error([r.logits for r in own], [r.logits for r in reference])
         if with_hidden:
             hidden_tolerance = _MAX_NOISE_RATIO * _relative_error(_hidden(own), _hidden(reference))
     hidden = tuple(_hidden(reference)) if with_hidden else ()

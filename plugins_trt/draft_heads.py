@@ -105,7 +105,9 @@ def read_config(directory: Path) -> HeadConfig:
     try:
         config = _ADAPTER.validate_json(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
-        raise BundleError(f"{path}: cannot be read ({error}); `pelton train-drafter` makes drafters") from error
+        raise BundleError(
+            f"{path}: cannot be read ({error}); `pelton train-drafter` makes drafters"
+        ) from error
     except ValidationError as error:
         fault = error.errors()[0]
         field = ".".join(str(part) for part in fault["loc"])
@@ -137,7 +139,10 @@ def read_weights(directory: Path, config: HeadConfig) -> dict[str, Tensor]:
                 "the drafter again"
             )
     tokens = weights["draft_tokens"]
-    if len(tokens) != len(tokens.unique()) or not 0 <= int(tokens.min()) <= int(tokens.max()) < config.vocab_size:
+    if (
+        len(tokens) != len(tokens.unique())
+        or not 0 <= int(tokens.min()) <= int(tokens.max()) < config.vocab_size
+    ):
         raise BundleError(
             f"{path}: draft_tokens are not different ids below vocab_size {config.vocab_size}; train the drafter again"
         )

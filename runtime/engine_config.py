@@ -12,9 +12,9 @@ from .speculate.config import SpeculationConfig
 class EngineConfig:
     """What may be switched when a built engine is loaded; None takes the engine's own limit.
 
-    `kv_cache_bytes` sizes the KV pages of this process, those of a draft model included. `check_invariants` verifies the
-    bookkeeping after every step (tests); when idle it is always verified. `speculation` None: nothing is drafted but
-    what a form forces. Raises `ConfigError` naming a field of a wrong type or below 1.
+    `kv_cache_bytes` sizes the KV pages of this process, those of a draft model included. `check_invariants` verifies
+    the bookkeeping after every step (tests); when idle it is always verified. `speculation` None: nothing is drafted
+    but what a form forces. Raises `ConfigError` naming a field of a wrong type or below 1.
     """
 
     enable_prefix_caching: bool = True

@@ -81,9 +81,9 @@ class LLM:
     The options are None for the bundle's own. `max_batch_size` (sequences) and `max_step_tokens` (tokens) can be
     lowered below what the bundle was built for; `max_chunk_tokens` caps the prompt tokens of one sequence in a step;
     `kv_cache_bytes` sizes the KV pages, in bytes (the command line's `--kv-cache-memory`); `num_threads` is the
-    threads of a CPU engine (`--threads`); `check_invariants` verifies the bookkeeping after every step (tests); `speculation` says
-    who drafts (None: nobody). Raises
-    `BundleError` if the bundle cannot run here, `ConfigError` for an option that cannot work with it.
+    threads of a CPU engine (`--threads`); `check_invariants` verifies the bookkeeping after every step (tests);
+    `speculation` says who drafts (None: nobody). Raises `BundleError` if the bundle cannot run here, `ConfigError` for
+    an option that cannot work with it.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
 """A smaller model of the same vocabulary drafts (Leviathan et al. 2023; Chen et al. 2023).
 
-It has pages of its own under the target's block ids: block b of the pool is a page of the target and a page of the draft
-model, so one pool counts the memory of both and a block table serves both. Only this file writes the draft's pages. They
-may lag behind the target's, never the other way round: what is missing is computed when a draft is asked for.
+It has pages of its own under the target's block ids: block b of the pool is a page of the target and a page of the
+draft model, so one pool counts the memory of both and a block table serves both. Only this file writes the draft's
+pages. They may lag behind the target's, never the other way round: what is missing is computed when a draft is asked for.
 """
 
 from __future__ import annotations
@@ -77,7 +77,8 @@ class DraftModelDrafter:
             own, needed = getattr(limits, name), getattr(target, name)
             if own < needed:
                 raise ConfigError(
-                    f"draft_bundle: its {name} is {own}, below the {needed} of the model; build it with the model's limits"
+                    f"draft_bundle: its {name} is {own}, below the {needed} of the model; build it with the "
+                    "model's limits"
                 )
         if limits.block_size != target.block_size:
             raise ConfigError(

@@ -46,6 +46,10 @@ class SuffixDrafter:
         self._indexes: dict[Sequence, OccurrenceIndex] = {}
         self._learned = LearnedTexts(max_tokens, _SHORT, _LONG)
 
+    @property
+    def is_lookup(self) -> bool:
+        return True
+
     def propose(self, asks: Seq[DraftAsk]) -> list[Draft]:
         indexes = [self._index(ask.sequence) for ask in asks]
         room = index_piecewise(asks, indexes, INDEXED_PER_CALL)
@@ -60,6 +64,9 @@ class SuffixDrafter:
             return
         start = max(sequence.num_prompt_tokens - _LONG, 0)
         self._learned.add(sequence.request.cache_salt, sequence.token_ids[start:])
+
+    def close(self) -> None:
+        self._indexes.clear()
 
     def _index(self, sequence: Sequence) -> OccurrenceIndex:
         index = self._indexes.get(sequence)

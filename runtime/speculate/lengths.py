@@ -22,7 +22,7 @@ _SHARED_DECAY = 0.99  # per trial: the last 100 or so of all sequences count
 _OWN_DECAY = 0.85  # per draft: the last 7 or so of a sequence count
 _SHARED_TRIALS = 3.0  # weight of what all sequences show in the estimate for one
 
-_LEAST_GAIN = 0.02  # drafts that promise less are not worth the risk of the estimate
+_LEAST_GAIN = 0.01  # more drafts that promise less than this are not worth the risk of the estimate
 _ROW_SHARE = 0.002  # a row costs at least this part of the step: its mask, logits and draw
 _RAMP = 2  # steps grow at most to so many times the tokens of those that were measured ...
 _FIRST_TOKENS = 16  # ... unless they are small
@@ -56,9 +56,9 @@ class DraftLengths:
 
     The token at position j of a draft counts if the j before it do, so its worth is the product of the acceptances
     up to it. These are learned by position, not as one rate per token, for all sequences and, on top, for each.
-    The step's time is learned by its number of tokens. Of all drafted tokens the most promising are taken, as many
-    as make expected tokens per second largest. A full batch of unpredictable text thus gets none. What was found not
-    to pay is tried again, rarely enough that trying takes about a hundredth of the time.
+    The step's time is learned by its number of tokens. Of all drafted tokens the most promising are taken, as few
+    as come near the most expected tokens per second. A full batch of unpredictable text thus gets none. What was
+    found not to pay is tried again, rarely enough that trying takes about a hundredth of the time.
 
     A cheap drafter is best asked first, for the sequences that are `is_due`, and `allocate` then given the lengths of
     its drafts; its unverified drafts go to `shadow`. Without `is_adaptive` everything is given. Holds no clock:
@@ -183,9 +183,7 @@ class DraftLengths:
         # Prompts in the step count as the tokens that could have been decoded in their time.
         plain = len(limits) * max(seconds[0] / self._seconds(len(limits), taken[:1])[0], 1.0)
         rates = (plain + expected) / seconds
-        best = int(np.argmax(rates))
-        if rates[best] < rates[0] * (1 + _LEAST_GAIN):
-            best = 0
+        best = int(np.argmax(rates * (1 + _LEAST_GAIN) >= rates.max()))  # the first that comes near the best
         best = self._varied(best, num_tokens)
         return [int(n) for n in np.bincount(rows[order[:best]], minlength=len(limits))]
 
@@ -201,8 +199,8 @@ class DraftLengths:
     def _varied(self, best: int, num_tokens: int) -> int:
         """`best`, or now and then a part of it whose time is not known.
 
-        Between two measurements time is taken to be straight. Where it has a knee, the best number lies there, and
-        is never found by steps of only the numbers that look best.
+        Between two measurements time is taken to be straight. Where it has a knee, the best
+        number lies there, and is never found by steps of only the numbers that look best.
         """
         if best and self._num_steps % _VARIED_EVERY == 0:
             for part in _VARIED_PARTS:

@@ -149,6 +149,13 @@ def test_drafts_that_never_fit_cost_under_3_percent(
     assert server.run(500) > 0.97 * Server(cost, accepts).run(10)
 
 
+def test_a_full_batch_in_which_some_copy_is_not_slowed_by_drafts_that_just_break_even() -> None:
+    accepts = [geometric(0.9)] * 14 + [geometric(0.05)] * 30
+    server = Server(kneed, accepts, DraftLengths(), has_shadow=True)
+    server.run(100)
+    assert server.run(500) > 0.97 * Server(kneed, accepts).run(10)
+
+
 def test_a_full_batch_of_prompts_in_progress_is_not_slowed() -> None:
     accepts = [geometric(0.2)] * 8
     server = Server(linear, accepts, DraftLengths(), has_shadow=True)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from ..errors import ConfigError, EngineError, PeltonError, RequestError
 from .detokenizer import Detokenizer
 from .executor import Executor, ExecutorLimits, StepOutput
+from .grammar.compiler import GrammarCompiler
 from .inputs import logits_offsets, pack
 from .outputs import Delta, TokenEvent, TokenLogprob
 from .plan import StepPlan
@@ -144,6 +145,7 @@ class Engine:
             )
         )
         self._sampler = executor.make_sampler(tokenizer.eos_token_ids)
+        self._grammars = GrammarCompiler(tokenizer, limits.vocab_size)
         self._check_invariants = config.check_invariants
         self._active: dict[str, _Active] = {}
         self._num_deadlines = 0
@@ -158,6 +160,11 @@ class Engine:
     @property
     def limits(self) -> ExecutorLimits:
         return self._limits
+
+    @property
+    def grammars(self) -> GrammarCompiler:
+        """Compiles `SamplingParams.structured_output` for `Request.grammar`, in whichever thread asks."""
+        return self._grammars
 
     @property
     def has_work(self) -> bool:
@@ -247,6 +254,7 @@ class Engine:
         """End everything that runs and let go of the executor."""
         for request_id in list(self._active):
             self.abort(request_id)
+        self._grammars.close()
         self._executor.close()
 
     def _choice(self, sequence: Sequence) -> _Choice:

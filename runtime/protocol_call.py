@@ -19,6 +19,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from ..errors import RequestError
+from .grammar.compiler import GrammarCompiler
 from .protocol_fields import Body, ChatBody, CompletionBody, read_body
 from .protocol_params import sampling_params
 from .protocol_prompt import (
@@ -50,11 +51,19 @@ DEFAULT_COMPLETION_TOKENS = 16
 
 @dataclass(frozen=True)
 class ApiContext:
-    """What a call is parsed and answered with. The first of `model_names` serves calls that name no model."""
+    """What a call is parsed and answered with. The first of `model_names` serves calls that name no model.
+
+    `compiler` of grammars is the engine's; without it there is one of its own.
+    """
 
     tokenizer: Tokenizer
     limits: ExecutorLimits
     model_names: tuple[str, ...]
+    compiler: GrammarCompiler | None = None
+
+    @cached_property
+    def grammars(self) -> GrammarCompiler:
+        return self.compiler or GrammarCompiler(self.tokenizer, self.limits.vocab_size)
 
     @cached_property
     def vocab_size(self) -> int:
@@ -236,12 +245,6 @@ def _check_chat_options(body: ChatBody) -> None:
                 f"top_logprobs must be between 0 and {MAX_NUM_LOGPROBS}, got {body.top_logprobs}",
                 field="top_logprobs",
             )
-    if body.response_format not in (None, {"type": "text"}):
-        raise RequestError(
-            'response_format: only {"type": "text"} is supported',
-            field="response_format",
-            code="unsupported_value",
-        )
     if body.tool_choice not in (None, "none"):
         raise RequestError(
             "tool_choice: tools are not supported", field="tool_choice", code="unsupported_value"
@@ -319,12 +322,14 @@ def _request(
     check_context(len(token_ids), params, max_model_len, prompt_field=field, limit_field=limit_field)
     if limit_field is None and params.max_tokens is not None:
         params = replace(params, max_tokens=min(params.max_tokens, max_model_len - len(token_ids)))
+    form = params.structured_output
     return Request(
         request_id=request_id,
         prompt_token_ids=tuple(token_ids),
         params=params,
         cache_salt=body.cache_salt,
         arrival_time=time.monotonic(),
+        grammar=None if form is None else context.grammars.compile(form),
     )
 
 

@@ -25,15 +25,10 @@ _NOT_SUPPORTED = frozenset(
         "documents",
         "function_call",
         "functions",
-        "guided_choice",
-        "guided_grammar",
-        "guided_json",
-        "guided_regex",
         "modalities",
         "parallel_tool_calls",
         "prediction",
         "reasoning_effort",
-        "structured_outputs",
         "suffix",
         "tools",
         "verbosity",
@@ -97,6 +92,13 @@ class Body(BaseModel):
     truncate_prompt_tokens: Int | None = None
     cache_salt: Annotated[str, Field(max_length=MAX_CACHE_SALT_CHARS)] = ""
 
+    response_format: Any = None
+    structured_outputs: Any = None
+    guided_json: Any = None
+    guided_regex: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
+
     # Without effect on the tokens.
     metadata: Any = None
     prompt_cache_key: Any = None
@@ -124,7 +126,6 @@ class ChatBody(Body):
     max_completion_tokens: Int | None = None
     logprobs: bool = False
     top_logprobs: Int | None = None
-    response_format: Any = None
     tool_choice: Any = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False

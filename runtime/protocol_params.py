@@ -5,6 +5,7 @@ from __future__ import annotations
 from ..errors import RequestError
 from .protocol_fields import Body
 from .protocol_prompt import check_token_ids
+from .protocol_structured import structured_output
 from .request import SamplingParams
 
 
@@ -38,6 +39,7 @@ def sampling_params(
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
         skip_special_tokens=body.skip_special_tokens,
+        structured_output=structured_output(body),
     )
 
 

@@ -106,8 +106,10 @@ async def serve(
     """
     engine_loop = EngineLoop(engine)
     metrics = ServerMetrics(engine_loop.stats)
-    context = ApiContext(engine.tokenizer, engine.limits, config.model_names)
-    _ = context.max_prompt_chars  # read here, so that the first request does not wait for it
+    context = ApiContext(engine.tokenizer, engine.limits, config.model_names, engine.grammars)
+    # Read here, so that the first request does not wait for them.
+    _ = context.max_prompt_chars
+    context.grammars.warm_up()
     gateway = Gateway(engine_loop, context, config.gateway, metrics)
     server = _Server(_uvicorn_config(guard(create_app(gateway, metrics), config.api_keys)), on_ready)
     engine_loop.start()

@@ -103,11 +103,9 @@ def test_unknown_fields_are_named(parse: Any) -> None:
         (completion, "suffix", "x"),
         (chat, "tools", [{"type": "function", "function": {"name": "f"}}]),
         (chat, "tool_choice", "auto"),
-        (chat, "response_format", {"type": "json_object"}),
+        (chat, "functions", []),
         (chat, "reasoning_effort", "high"),
         (chat, "parallel_tool_calls", True),
-        (chat, "functions", []),
-        (chat, "structured_outputs", {}),
     ],
 )
 def test_what_is_not_supported_is_refused_by_name(parse: Any, field: str, value: object) -> None:

@@ -45,7 +45,13 @@ class JsonPlace:
 
 
 def walk(
-    grammar: Grammar, tokenizer: Tokenizer, vocab_size: int, rng: random.Random, *, num_free: int, limit: int = 4000
+    grammar: Grammar,
+    tokenizer: Tokenizer,
+    vocab_size: int,
+    rng: random.Random,
+    *,
+    num_free: int,
+    limit: int = 4000,
 ) -> list[int]:
     """A random output without its end: any allowed token `num_free` times, then such as bring it to an end soon."""
     matcher = grammar.start()

@@ -36,7 +36,14 @@ SCHEMAS: dict[str, Any] = {
     "number": {"type": "number"},
     "string": {"type": "string"},
     "several types": {"type": ["integer", "null", "string"]},
-    "annotations": {"title": "t", "description": "d", "default": 1, "examples": [1], "x-origin": 1, "type": "integer"},
+    "annotations": {
+        "title": "t",
+        "description": "d",
+        "default": 1,
+        "examples": [1],
+        "x-origin": 1,
+        "type": "integer",
+    },
     # Numbers.
     "range": {"type": "integer", "minimum": -7, "maximum": 130},
     "exclusive range": {"type": "integer", "exclusiveMinimum": 0, "exclusiveMaximum": 4},
@@ -75,7 +82,12 @@ SCHEMAS: dict[str, Any] = {
     "uri": {"type": "string", "format": "uri"},
     "format with a length": {"type": "string", "format": "email", "maxLength": 12, "minLength": 9},
     "format with a pattern": {"type": "string", "format": "date", "pattern": "^20"},
-    "library's format with a pattern": {"type": "string", "format": "ipv6", "pattern": "^[0-9:]+$", "maxLength": 20},
+    "library's format with a pattern": {
+        "type": "string",
+        "format": "ipv6",
+        "pattern": "^[0-9:]+$",
+        "maxLength": 20,
+    },
     "format without a type": {"format": "date"},
     # Values.
     "const": {"const": {"a": [1, None, "x"], "b": 2.5}},
@@ -88,8 +100,18 @@ SCHEMAS: dict[str, Any] = {
     "array": {"type": "array", "items": {"type": "boolean"}},
     "array lengths": {"type": "array", "items": {"type": "integer"}, "minItems": 2, "maxItems": 4},
     "empty array": {"type": "array", "maxItems": 0},
-    "tuple": {"type": "array", "prefixItems": [{"type": "string"}, {"type": "integer"}], "items": False, "minItems": 2},
-    "tuple and more": {"prefixItems": [{"const": 1}], "items": {"type": "null"}, "type": "array", "maxItems": 3},
+    "tuple": {
+        "type": "array",
+        "prefixItems": [{"type": "string"}, {"type": "integer"}],
+        "items": False,
+        "minItems": 2,
+    },
+    "tuple and more": {
+        "prefixItems": [{"const": 1}],
+        "items": {"type": "null"},
+        "type": "array",
+        "maxItems": 3,
+    },
     "short tuple": {"type": "array", "prefixItems": [{"const": 1}, {"const": 2}], "items": False},
     "not unique": {"type": "array", "items": {"const": 1}, "uniqueItems": False, "maxItems": 3},
     "items without a type": {"items": {"type": "integer"}, "minItems": 1},
@@ -99,7 +121,12 @@ SCHEMAS: dict[str, Any] = {
     "only optional": _closed([], a={"type": "integer"}, b={"type": "integer"}, c={"type": "integer"}),
     "open object": {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]},
     "map": {"type": "object", "additionalProperties": {"type": "integer"}},
-    "map of one or more": {"type": "object", "additionalProperties": _NAME, "minProperties": 1, "maxProperties": 3},
+    "map of one or more": {
+        "type": "object",
+        "additionalProperties": _NAME,
+        "minProperties": 1,
+        "maxProperties": 3,
+    },
     "required without properties": {"type": "object", "required": ["a", "b"], "additionalProperties": _NAME},
     "pattern properties": {
         "type": "object",
@@ -118,7 +145,11 @@ SCHEMAS: dict[str, Any] = {
     "nested": _closed(a=_closed(b=_closed(c={"type": "array", "items": _POINT, "maxItems": 2}))),
     # Combinations.
     "any of": {"anyOf": [{"type": "integer"}, {"type": "array", "items": {"type": "null"}}, _POINT]},
-    "any of with siblings": {"type": "object", "required": ["a"], "anyOf": [_closed(a=_NAME), _closed(a={"const": 1})]},
+    "any of with siblings": {
+        "type": "object",
+        "required": ["a"],
+        "anyOf": [_closed(a=_NAME), _closed(a={"const": 1})],
+    },
     "all of": {"allOf": [{"type": "integer", "minimum": 3}, {"maximum": 8}, {"multipleOf": 2}]},
     "all of objects": {
         "allOf": [
@@ -127,6 +158,11 @@ SCHEMAS: dict[str, Any] = {
         ],
         "properties": {"c": {"type": "boolean"}},
     },
+    "any of and one of": {
+        "anyOf": [{"type": "integer"}, {"type": "string", "maxLength": 3}],
+        "oneOf": [{"minimum": 3, "type": "integer"}, {"type": "string", "minLength": 2}],
+    },
+    "enum and const": {"enum": [1, 2], "const": 2},
     "all of strings": {"type": "string", "allOf": [{"pattern": "^a"}, {"pattern": "z$"}, {"maxLength": 4}]},
     "closed before all of": {
         "additionalProperties": False,
@@ -145,10 +181,17 @@ SCHEMAS: dict[str, Any] = {
     # References.
     "reference": {"$defs": {"p": _POINT}, "type": "array", "items": {"$ref": "#/$defs/p"}, "maxItems": 2},
     "old definitions": {"definitions": {"a b/c": {"type": "null"}}, "$ref": "#/definitions/a%20b~1c"},
-    "reference with siblings": {"$defs": {"i": {"type": "integer"}}, "$ref": "#/$defs/i", "minimum": 5, "maximum": 7},
+    "reference with siblings": {
+        "$defs": {"i": {"type": "integer"}},
+        "$ref": "#/$defs/i",
+        "minimum": 5,
+        "maximum": 7,
+    },
     "reference into properties": _closed(a={"type": "integer", "maximum": 3}, b={"$ref": "#/properties/a"}),
     "tree": {
-        "$defs": {"n": _closed(["v"], v={"type": "integer"}, c={"type": "array", "items": {"$ref": "#/$defs/n"}})},
+        "$defs": {
+            "n": _closed(["v"], v={"type": "integer"}, c={"type": "array", "items": {"$ref": "#/$defs/n"}})
+        },
         "$ref": "#/$defs/n",
     },
     "list": {"anyOf": [{"type": "null"}, _closed(head={"type": "integer"}, tail={"$ref": "#"})]},
@@ -167,5 +210,7 @@ SCHEMAS: dict[str, Any] = {
         },
         "oneOf": [{"$ref": "#/$defs/lit"}, {"$ref": "#/$defs/neg"}],
     },
-    "many optional": _closed([], **{f"p{i}": {"type": ["string", "integer", "null"], "maxLength": 3} for i in range(40)}),
+    "many optional": _closed(
+        [], **{f"p{i}": {"type": ["string", "integer", "null"], "maxLength": 3} for i in range(40)}
+    ),
 }

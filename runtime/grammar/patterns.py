@@ -13,16 +13,10 @@ from dataclasses import dataclass
 MAX_PATTERN_DEPTH = 32
 MAX_REPEAT = 100_000
 
-# White space on which ECMA-262 and Python agree, and what is such to one of them: of the latter no pattern makes any.
+# Sets on which ECMA-262 and Python's `re` agree, and what one of them has besides: of that no pattern makes any.
 _SPACES = r"\t\n\x0b\x0c\r\x20\x{a0}\x{1680}\x{2000}-\x{200a}\x{2028}\x{2029}\x{202f}\x{205f}\x{3000}"
-_MAYBE_SPACES = r"\x1c-\x1f\x{85}\x{feff}"
-_DIGITS, _WORD = "0-9", "0-9A-Za-z_"
-# By whether they stand in a negated class, which must leave out what is uncertain.
-_SETS = {
-    False: {"d": _DIGITS, "w": _WORD, "s": _SPACES, "S": f"[^{_SPACES}{_MAYBE_SPACES}]"},
-    True: {"d": _DIGITS, "w": _WORD, "s": _SPACES + _MAYBE_SPACES, "S": f"[^{_SPACES}]"},
-}
-_COMPLEMENTS = {"D": f"[^{_DIGITS}]", "W": f"[^{_WORD}]"}
+_NARROW = {"d": "0-9", "w": "0-9A-Za-z_", "s": _SPACES}
+_WIDE = {"d": r"0-9\p{Nd}", "w": r"0-9A-Za-z_\p{L}\p{N}", "s": rf"{_SPACES}\x1c-\x1f\x{{85}}\x{{feff}}"}
 _CONTROLS = {"n": 10, "r": 13, "t": 9, "f": 12, "v": 11}
 _DOT = r"[^\n\r\x{2028}\x{2029}]"
 _NOTHING = r"[^\x{0}-\x{10FFFF}]"
@@ -193,11 +187,11 @@ class _Reader:
             self._at = match.end()
             return f"\\{match[0]}"
         char = self._next()
-        if char in _COMPLEMENTS:
-            return _COMPLEMENTS[char]
-        if char in _SETS[is_negated]:
-            members = _SETS[is_negated][char]
-            return members if in_class or members.startswith("[") else f"[{members}]"
+        if char in _NARROW:
+            members = (_WIDE if is_negated else _NARROW)[char]
+            return members if in_class else f"[{members}]"
+        if char.lower() in _NARROW:
+            return f"[^{(_NARROW if is_negated else _WIDE)[char.lower()]}]"
         if char in _CONTROLS:
             return _escaped(chr(_CONTROLS[char]))
         if char == "b" and in_class:
@@ -233,7 +227,7 @@ def _escaped(char: str) -> str:
 
 
 def _is_single(item: str) -> bool:
-    return len(item) <= 4 and not item.startswith(("[", r"\p", r"\P", _DIGITS))
+    return len(item) <= 4 and not item.startswith(("[", r"\p", r"\P", "0-9"))
 
 
 def _point(item: str) -> int:

@@ -54,6 +54,8 @@ def build(plan: BuildPlan, progress: Progress, *, force: bool = False) -> tuple[
             manifest = _build_into(staging, plan, progress)
             with progress.stage("write bundle"):
                 write_serving_files(plan.checkpoint, staging)
+                if plan.drafter is not None:
+                    plan.drafter.copy_into(staging)
                 manifest = replace(manifest, files=record_files(staging))
                 write_manifest(manifest, staging)
     except (OSError, SafetensorError) as error:
@@ -85,7 +87,11 @@ def _build_into(staging: Path, plan: BuildPlan, progress: Progress) -> Manifest:
         )
     with progress.stage("export"):
         program = export(
-            model, block_size=block_size, experts=target.experts, cache_dtype=plan.kv_cache_dtype
+            model,
+            block_size=block_size,
+            experts=target.experts,
+            cache_dtype=plan.kv_cache_dtype,
+            with_hidden=plan.drafter is not None,
         )
         num_merged = merge_quantized_siblings(program)
     if num_merged:
@@ -136,6 +142,7 @@ def _build_into(staging: Path, plan: BuildPlan, progress: Progress) -> Manifest:
         content_key=plan.content_key,
         build_command=plan.command,
         files={},
+        drafter=plan.drafter.facts() if plan.drafter else None,
     )
 
 
@@ -170,10 +177,14 @@ def _prove(
 
     The graph itself is proved with pages that lose nothing, so that a fault cannot hide in what quantisation loses.
     """
-    block_size, cache_dtype = plan.limits.block_size, plan.kv_cache_dtype
+    block_size, cache_dtype, with_hidden = (
+        plan.limits.block_size,
+        plan.kv_cache_dtype,
+        plan.drafter is not None,
+    )
     if cache_dtype is None:
         with progress.stage("prove the exported graph"):
-            trace = record(model, windows=windows, block_size=block_size)
+            trace = record(model, windows=windows, block_size=block_size, with_hidden=with_hidden)
             run = exported_step(program, geometry, trace, getattr(torch, plan.dtype))
             return trace, [compare(trace, run, "exported graph")], None
     tokenizer = load_tokenizer(plan.checkpoint)
@@ -183,7 +194,7 @@ def _prove(
         )
     with progress.stage("prove the exported graph"):
         text = evaluation_ids(tokenizer, model.config)
-        trace = record(model, windows=windows, block_size=block_size, text=text)
+        trace = record(model, windows=windows, block_size=block_size, text=text, with_hidden=with_hidden)
         run = exported_step(program, geometry, trace, torch.float32)
         proofs = [compare(trace, run, "exported graph"), measure(trace, program, geometry, cache_dtype)]
     progress.note(

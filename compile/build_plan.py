@@ -6,7 +6,7 @@ import hashlib
 import math
 import os
 import shlex
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from .bundle import (
     content_key,
 )
 from .checkpoint import Checkpoint, open_checkpoint
+from .drafter import DrafterFiles, check_drafter, open_drafter
 from .export import kv_geometry
 from .kv_cache import quantised_dtype
 from .memory import MemoryPlan, build_memory
@@ -64,6 +65,7 @@ class BuildRequest:
     gpus: tuple[str, ...] = ()
     frontend: str | None = None
     kv_cache_dtype: str = "auto"
+    drafter: Path | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +73,7 @@ class BuildPlan:
     """A build, resolved: everything that decides what the bundle will be.
 
     `max_kl` is the most that `quantization` may cost, in nats. `kv_cache_dtype` is that of pages which are quantised,
-    None: they have the model's own.
+    None: they have the model's own. `drafter` is what goes into the bundle, with an engine that gives hidden states.
     """
 
     request: BuildRequest
@@ -88,6 +90,7 @@ class BuildPlan:
     versions: Versions
     content_key: str
     warnings: tuple[str, ...]
+    drafter: DrafterFiles | None
 
     @property
     def build_memory(self) -> int:
@@ -106,6 +109,8 @@ class BuildPlan:
         """Rows (name, text) on how weights are quantised and what the target derives from the limits."""
         geometry = kv_geometry(self.checkpoint.config)
         rows = self.target.explain(geometry, self.limits, self.memory.num_blocks)
+        if self.drafter:
+            rows.insert(0, ("drafter", str(self.drafter)))
         return [("quantisation", str(self.weights)), *rows] if self.weights.scheme else rows
 
     @property
@@ -137,6 +142,7 @@ class BuildPlan:
                 {"--quantize": self.quantization.scheme, "--max-kl": self.max_kl} if self.quantization else {}
             ),
             **({} if kv_cache_dtype == "auto" else {"--kv-cache-dtype": kv_cache_dtype}),
+            **({"--drafter": _absolute(str(self.drafter.directory))} if self.drafter else {}),
         }
         words = [word for option in options.items() for word in map(str, option)]
         return shlex.join(["pelton", "build", _absolute(self.request.model), *words])
@@ -153,6 +159,7 @@ def resolve(request: BuildRequest) -> BuildPlan:
     target = _target(request, kv_cache_dtype)
     if request.output is not None:  # before the checkpoint is read, which may take a while
         check_replaceable(request.output)
+    drafter = None if request.drafter is None else open_drafter(request.drafter, request.target)
     checkpoint = open_checkpoint(request.model)
     weights = WeightPlan(quantization, checkpoint.packed)
     weights.check(request.model, request.target)
@@ -161,15 +168,24 @@ def resolve(request: BuildRequest) -> BuildPlan:
     dtype = _dtype(request.dtype, target, checkpoint.dtype_name)
     if request.dtype == "auto" and dtype != checkpoint.dtype_name:
         warnings.append(f"the checkpoint is {checkpoint.dtype_name}; it is built in {dtype} on this target")
-    kinds = [dtype, weights.scheme, f"kv-{request.kv_cache_dtype}" if kv_cache_dtype else None]
+    kinds = [
+        dtype,
+        weights.scheme,
+        f"kv-{request.kv_cache_dtype}" if kv_cache_dtype else None,
+        "drafter" if drafter else None,
+    ]
     output = request.output or default_output(request.model, target.name, "-".join(filter(None, kinds)))
     check_replaceable(output)
     empty = empty_model(config)
     facts = _facts(checkpoint, empty)
+    if drafter is not None:
+        warnings += check_drafter(drafter, checkpoint, facts)
     limits = _limits(request, facts.max_position_embeddings)
     torch_dtype = getattr(torch, dtype)
     num_bytes = weights.num_bytes(empty, facts.num_layers, torch_dtype)
     memory = target.plan_memory(config, facts, limits, torch_dtype, num_bytes)
+    if drafter is not None:
+        memory = replace(memory, weights=memory.weights + drafter.num_bytes)
     if not memory.num_blocks:
         raise BuildError(
             f"kv_cache_bytes: {request.kv_cache_bytes} is less than one block of {memory.block_bytes} bytes"
@@ -197,6 +213,7 @@ def resolve(request: BuildRequest) -> BuildPlan:
             "kv_cache_dtype": request.kv_cache_dtype,
             "max_kl": max_kl if quantization else None,
             "sources": _source_hash(),
+            **({"drafter": drafter.digest} if drafter else {}),
         },
     )
     return BuildPlan(
@@ -214,6 +231,7 @@ def resolve(request: BuildRequest) -> BuildPlan:
         versions,
         key,
         tuple(warnings),
+        drafter,
     )
 
 

@@ -110,6 +110,21 @@ class ModelFacts:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class DrafterFacts:
+    """The drafter heads in the bundle (`plugins_trt/draft_heads.py`); the engine gives the hidden states they read.
+
+    They guess up to `num_draft_tokens` tokens, each one of `draft_vocab_size`.
+    """
+
+    kind: str
+    hidden_size: int
+    draft_vocab_size: int
+    num_draft_tokens: int
+
+    __pydantic_config__ = _STRICT
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class FileRecord:
     """Size in bytes and hex digest of one file."""
 
@@ -125,7 +140,7 @@ class Manifest:
 
     `engine` is the target's own: how its executor finds and feeds the engine (files, page layout, cache
     dtype). `quality` holds the results of the build's checks. `files` are the paths inside the bundle,
-    `/`-separated, without the manifest itself. `build_command` has no output: a bundle may be moved and copied.
+    `/`-separated, without the manifest itself. `drafter` is None where there is none. `build_command` has no output: a bundle may be moved and copied.
     """
 
     format_version: int
@@ -141,6 +156,7 @@ class Manifest:
     content_key: str
     build_command: str
     files: Mapping[str, FileRecord]
+    drafter: DrafterFacts | None = None
 
     __pydantic_config__ = _STRICT
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from contextlib import nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +22,7 @@ from transformers import AttentionInterface
 from ..errors import BuildError
 from ..plugins_trt.paged_attention import paged_attention
 from .experts import BATCHED, PELTON, check_experts, use_experts
+from .hidden_states import head_inputs, only_head_input
 
 log = logging.getLogger(__name__)
 
@@ -117,12 +119,16 @@ def _attention(
 
 
 class FlatModel(nn.Module):
-    """The exported callable: flat tokens in, logits of `logits_rows` and the new caches out."""
+    """The exported callable: flat tokens in, logits of `logits_rows` and the new caches out.
 
-    def __init__(self, model: nn.Module, num_layers: int) -> None:
+    `with_hidden`: and the hidden states that the logits were made from, `[N, hidden]` in the model's dtype.
+    """
+
+    def __init__(self, model: nn.Module, num_layers: int, *, with_hidden: bool) -> None:
         super().__init__()
         self.model = model
         self.num_layers = num_layers
+        self.with_hidden = with_hidden
 
     def forward(
         self,
@@ -134,13 +140,14 @@ class FlatModel(nn.Module):
         logits_rows: Tensor,  # [N]
         k_caches: list[Tensor],
         v_caches: list[Tensor],
-    ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+    ) -> tuple[Any, ...]:
         step = Step(block_table, seq_lens, query_start_loc, k_caches, v_caches, {}, {})
         token = _step.set(step)
         try:
-            output = self.model(
-                input_ids=input_ids, position_ids=positions, use_cache=False, logits_to_keep=logits_rows
-            )
+            with head_inputs(self.model) if self.with_hidden else nullcontext([]) as captured:
+                output = self.model(
+                    input_ids=input_ids, position_ids=positions, use_cache=False, logits_to_keep=logits_rows
+                )
         finally:
             _step.reset(token)
         layers = range(self.num_layers)
@@ -149,10 +156,12 @@ class FlatModel(nn.Module):
                 f"{type(self.model).__name__}: {len(step.new_k_caches)} of {self.num_layers} layers call the "
                 "attention interface, so this family cannot be exported (it has an attention of its own)"
             )
+        hidden = (only_head_input(self.model, captured),) if self.with_hidden else ()
         return (
             output.logits[0].float(),
             [step.new_k_caches[i] for i in layers],
             [step.new_v_caches[i] for i in layers],
+            *hidden,
         )
 
 
@@ -201,12 +210,17 @@ def check_windows(config: Any, windows: Sequence[int]) -> None:
 
 
 def export(
-    model: nn.Module, *, block_size: int, experts: str = BATCHED, cache_dtype: torch.dtype | None = None
+    model: nn.Module,
+    *,
+    block_size: int,
+    experts: str = BATCHED,
+    cache_dtype: torch.dtype | None = None,
+    with_hidden: bool = False,
 ) -> ExportedProgram:
     """Export `model` (a causal LM in eval mode) with dynamic T, B, M, N and number of blocks.
 
     `experts`: how routed experts are computed, a name of `experts.py`. `cache_dtype` is that of the pages, None: the
-    model's own. Raises `BuildError` with the reason when the family cannot be exported.
+    model's own. `with_hidden`: the hidden states are an output too, the last one. Raises `BuildError` with the reason when the family cannot be exported.
     """
     config: Any = model.config
     AttentionInterface.register(ATTENTION, _attention)
@@ -238,7 +252,7 @@ def export(
         {1: t}, {1: t}, {0: b, 1: m}, {0: b}, {0: Dim.AUTO}, {0: n},
         [{0: num_blocks} for _ in caches], [{0: num_blocks} for _ in caches],
     )  # fmt: skip
-    flat = FlatModel(model, len(geometry))
+    flat = FlatModel(model, len(geometry), with_hidden=with_hidden)
     try:
         with torch.no_grad():
             program = torch.export.export(flat, arguments, dynamic_shapes=shapes, strict=False)

@@ -20,7 +20,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from ..errors import BuildError
-from .segments import PAGED_ATTENTION, Segment, graph_results, is_tensor_valued, make_segment
+from .segments import PAGED_ATTENTION, Segment, is_tensor_valued, make_segment, step_results
 
 _STEP_INPUTS = ("block_table", "seq_lens", "query_start_loc")
 
@@ -64,7 +64,7 @@ def cut_at_attention(graph_module: GraphModule) -> list[Piece]:
             cores.setdefault(depth[node], []).append(node)
         elif index == 0:
             depth[node] += 1
-    results = graph_results(graph_module)[:1]
+    results = step_results(graph_module)
     last = max(depth.values(), default=0)
     return [
         Piece(make_segment(f"piece_{i}", cores.get(i, []), results), tuple(attentions.get(i, ())))

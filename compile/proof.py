@@ -9,7 +9,9 @@ the original model run on each whole sequence.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -20,6 +22,7 @@ from torch.export import ExportedProgram
 
 from ..errors import BuildError
 from .export import KVGeometry
+from .hidden_states import head_inputs, only_head_input
 
 # (sequence, number of tokens) of each step.
 _STEPS: tuple[tuple[tuple[int, int], ...], ...] = (
@@ -48,14 +51,23 @@ class FlatStep:
     logits_rows: np.ndarray  # [T] int64
 
 
-StepFunction = Callable[[FlatStep], Tensor]  # logits [T, vocab]
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """`logits` `[T, vocab]`; `hidden` `[T, hidden_size]`, None of a form that does not give them."""
+
+    logits: Tensor
+    hidden: Tensor | None = None
+
+
+StepFunction = Callable[[FlatStep], StepResult]
 
 
 @dataclass(frozen=True, slots=True)
 class ProofResult:
     """Against the original model in float32: `relative_error` is rms(difference) / rms(logits), `top1_agreement` the
     share of rows with the same argmax, `kl_divergence` the mean over rows, in nats, of the divergence of the form's
-    distribution from the model's. `tolerance` is the largest relative error that is let through.
+    distribution from the model's. `tolerance` is the largest relative error that is let through. `hidden_error` is the
+    relative error of the hidden states, None where there are none.
     """
 
     subject: str
@@ -66,6 +78,7 @@ class ProofResult:
     kl_divergence: float
     longest_sequence: int
     tolerance: float
+    hidden_error: float | None = None
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -76,7 +89,8 @@ class Trace:
     """The steps of a proof and the logits of each sequence by the model in float32, `[length, vocab]`.
 
     `tolerance` is the relative error that a compiled form may have: 1e-4 in float32, else 1.5 times what the original
-    model has in the build's own dtype.
+    model has in the build's own dtype. `hidden` and `hidden_tolerance` are those of the hidden states, where they are
+    compared as well.
     """
 
     steps: tuple[tuple[tuple[int, int], ...], ...]
@@ -84,6 +98,8 @@ class Trace:
     reference: tuple[Tensor, ...]
     block_size: int
     tolerance: float
+    hidden: tuple[Tensor, ...] = ()
+    hidden_tolerance: float = _FLOAT32_TOLERANCE
 
     @property
     def num_blocks(self) -> int:
@@ -91,11 +107,17 @@ class Trace:
 
 
 def record(
-    model: nn.Module, *, windows: Sequence[int], block_size: int, text: np.ndarray | None = None
+    model: nn.Module,
+    *,
+    windows: Sequence[int],
+    block_size: int,
+    text: np.ndarray | None = None,
+    with_hidden: bool = False,
 ) -> Trace:
     """Run the original `model` (its own attention and experts, in eager form) on the sequences of the trace.
 
-    Their tokens are drawn from the whole vocabulary, or are those of `text`, over and over. In reduced precision this
+    Their tokens are drawn from the whole vocabulary, or are those of `text`, over and over. `with_hidden`: hidden
+    states are to be compared too. In reduced precision this
     holds a float32 copy of the model for the time of the call; integers are shared.
     """
     extra = max((w for w in windows if w <= MAX_PROVED_WINDOW), default=0)
@@ -107,22 +129,39 @@ def record(
         token_ids = tuple(random.integers(0, config.vocab_size, length) for length in lengths)
     else:
         token_ids = tuple(np.split(np.resize(text, sum(lengths)), np.cumsum(lengths)[:-1]))
-    reference = eager_logits(model if _is_float32(model) else _in_float32(model), token_ids)
-    tolerance = _FLOAT32_TOLERANCE
+    reference = _eager(model if _is_float32(model) else _in_float32(model), token_ids, with_hidden)
+    tolerance = hidden_tolerance = _FLOAT32_TOLERANCE
     if not _is_float32(model):
-        noise = torch.cat(eager_logits(model, token_ids)) - torch.cat(reference)
-        tolerance = _MAX_NOISE_RATIO * _rms(noise) / _rms(torch.cat(reference))
-    return Trace(steps, token_ids, tuple(reference), block_size, tolerance)
+        own = _eager(model, token_ids, with_hidden)
+        tolerance = _MAX_NOISE_RATIO * _relative_error([r.logits for r in own], [r.logits for r in reference])
+        if with_hidden:
+            hidden_tolerance = _MAX_NOISE_RATIO * _relative_error(_hidden(own), _hidden(reference))
+    hidden = tuple(_hidden(reference)) if with_hidden else ()
+    logits = tuple(result.logits for result in reference)
+    return Trace(steps, token_ids, logits, block_size, tolerance, hidden, hidden_tolerance)
 
 
 def eager_logits(model: nn.Module, token_ids: Sequence[np.ndarray]) -> list[Tensor]:
     """Logits `[tokens, vocab]` float32 of each sequence, by the model's own attention and experts in eager form."""
+    return [result.logits for result in _eager(model, token_ids, with_hidden=False)]
+
+
+def _eager(model: nn.Module, token_ids: Sequence[np.ndarray], with_hidden: bool) -> list[StepResult]:
+    """Results in float32 of each sequence, by the model's own attention and experts in eager form."""
     model.set_attn_implementation("eager")  # type: ignore[operator]
     model.set_experts_implementation("eager")  # type: ignore[operator]
+    results = []
     with torch.no_grad():
-        return [
-            model(input_ids=torch.from_numpy(i)[None], use_cache=False).logits[0].float() for i in token_ids
-        ]
+        for ids in token_ids:
+            with head_inputs(model) if with_hidden else nullcontext([]) as captured:
+                logits = model(input_ids=torch.from_numpy(ids)[None], use_cache=False).logits[0].float()
+            hidden = only_head_input(model, captured).float() if with_hidden else None
+            results.append(StepResult(logits, hidden))
+    return results
+
+
+def _hidden(results: Sequence[StepResult]) -> list[Tensor]:
+    return [result.hidden for result in results if result.hidden is not None]
 
 
 def _in_float32(model: nn.Module) -> nn.Module:
@@ -139,15 +178,23 @@ def _rms(tensor: Tensor) -> float:
     return float(tensor.pow(2).mean().sqrt())
 
 
+def _relative_error(actual: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
+    """rms(difference) / rms(expected), over the rows of all."""
+    rows = torch.cat(list(expected))
+    return _rms(torch.cat(list(actual)) - rows) / _rms(rows)
+
+
 def compare(
     trace: Trace, run: StepFunction, subject: str, *, tolerance: float | None = None, remedy: str = ""
 ) -> ProofResult:
-    """Drive `run` through the trace; `tolerance` (None: the trace's) is the largest relative error.
+    """Drive `run` through the trace; `tolerance` (None: the trace's) is the largest relative error of the logits.
 
-    Raises `BuildError`, which ends with `remedy`, when `run` does not reproduce the original model.
+    Raises `BuildError`, which ends with `remedy`, when `run` does not reproduce the original model, hidden states
+    included where the trace has them.
     """
     limit = trace.tolerance if tolerance is None else tolerance
-    actual = torch.cat([run(step).float() for step in flat_steps(trace)])
+    results = [run(step) for step in flat_steps(trace)]
+    actual = torch.cat([result.logits.float() for result in results])
     expected = torch.cat([trace.reference[s][a:b] for spans in _spans(trace) for s, a, b in spans])
     difference = actual - expected
     error = _rms(difference) / _rms(expected)
@@ -160,13 +207,28 @@ def compare(
         kl_divergence=kl_divergence(expected, actual),
         longest_sequence=max(len(ids) for ids in trace.token_ids),
         tolerance=limit,
+        hidden_error=_hidden_error(trace, results) if trace.hidden else None,
     )
-    if not error <= limit:  # also when it is NaN
-        raise BuildError(
-            f"the {subject} does not reproduce the original model: relative error {error:.2e} of the logits, "
-            f"at most {limit:.2e} is allowed; nothing was written{remedy and '; '}{remedy}"
-        )
+    checks = [("logits", error, limit)]
+    if result.hidden_error is not None:
+        # What loses more on purpose (quantised pages) does so in the hidden states as well.
+        hidden_limit = trace.hidden_tolerance * limit / trace.tolerance
+        checks.append(("hidden states", result.hidden_error, hidden_limit))
+    for name, found, allowed in checks:
+        if not found <= allowed:  # also when it is NaN
+            raise BuildError(
+                f"the {subject} does not reproduce the original model: relative error {found:.2e} of the {name}, "
+                f"at most {allowed:.2e} is allowed; nothing was written{remedy and '; '}{remedy}"
+            )
     return result
+
+
+def _hidden_error(trace: Trace, results: Sequence[StepResult]) -> float:
+    """Relative error; NaN of a form that gives no hidden states."""
+    hidden = [result.hidden.float() for result in results if result.hidden is not None]
+    if len(hidden) < len(results):
+        return math.nan
+    return _relative_error(hidden, [trace.hidden[s][a:b] for spans in _spans(trace) for s, a, b in spans])
 
 
 def kl_divergence(expected: Tensor, actual: Tensor) -> float:
@@ -192,15 +254,15 @@ class ExportedStep:
         self.k_caches = [torch.zeros(shape, dtype=dtype) for shape in shapes]
         self.v_caches = [torch.zeros(shape, dtype=dtype) for shape in shapes]
 
-    def __call__(self, step: FlatStep) -> Tensor:
+    def __call__(self, step: FlatStep) -> StepResult:
         arrays = (step.block_table, step.seq_lens, step.query_start_loc, step.logits_rows)
         flat = (torch.from_numpy(a) for a in arrays)
         ids, positions = torch.from_numpy(step.input_ids)[None], torch.from_numpy(step.positions)[None]
         with torch.no_grad():
-            logits, self.k_caches, self.v_caches = self._module(
+            logits, self.k_caches, self.v_caches, *hidden = self._module(
                 ids, positions, *flat, self.k_caches, self.v_caches
             )
-        return logits  # type: ignore[no-any-return]
+        return StepResult(logits, *hidden)
 
 
 def exported_step(

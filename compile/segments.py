@@ -6,6 +6,7 @@ time of a build does not grow with the number of layers.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -115,12 +116,12 @@ def cut(graph_module: GraphModule, prefix: str, num_layers: int) -> list[Segment
         if own is not None and own + 1 < floor:
             raise BuildError(f"layer {own} reads a value of a later layer: {node.name}")
         place[node] = own + 1 if own is not None else (last_segment if floor else 0)
-    results = graph_results(graph_module)
+    results = step_results(graph_module)
     segments = []
     for index in range(last_segment + 1):
         name = "prologue" if index == 0 else "epilogue" if index == last_segment else f"layer.{index - 1}"
         core = [n for n, p in place.items() if p == index]
-        segments.append(make_segment(name, core, results[:1]))
+        segments.append(make_segment(name, core, results))
     return segments
 
 
@@ -238,10 +239,18 @@ def _layer_of(node: Node, prefix: str) -> int | None:
     return None
 
 
-def graph_results(graph_module: GraphModule) -> list[Node]:
-    """What the graph returns, in order: the logits, then the caches."""
+def step_results(graph_module: GraphModule) -> list[Node]:
+    """What a caller reads of a step: the logits, then the hidden states of a graph exported with them.
+
+    The graph returns its caches between them, which engines write in place.
+    """
     leaves = torch.utils._pytree.tree_leaves(graph_module.graph.output_node().args)
-    return [leaf for leaf in leaves if isinstance(leaf, Node)]
+    return [leaf for leaf in leaves if isinstance(leaf, Node) and not _is_cache(leaf)]
+
+
+def _is_cache(node: Node) -> bool:
+    source = node.args[0] if node.target is operator.getitem else None
+    return isinstance(source, Node) and source.target is PAGED_ATTENTION
 
 
 def _fake_signature(node: Node) -> Hashable:

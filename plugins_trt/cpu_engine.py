@@ -5,7 +5,7 @@ libraries: one for any step, and one for steps in which every token is a row of 
 
 Names of a step's inputs: `input_ids`, `positions`
 `[1, T]`, `logits_rows` `[N]`, `k_caches_<layer>`, `v_caches_<layer>`; segments that attend take the step's work
-lists besides. The last segment writes the logits.
+lists besides. The last segment writes the logits last; an engine that gives hidden states names their value.
 """
 
 from __future__ import annotations
@@ -60,7 +60,10 @@ class SegmentProgram:
 
 @dataclass(frozen=True, slots=True)
 class EngineProgram:
-    """What `engine.json` holds. `kv_heads` and `head_dims` are per layer; `tile` is the query tokens of a tile."""
+    """What `engine.json` holds. `kv_heads` and `head_dims` are per layer; `tile` is the query tokens of a tile.
+
+    `hidden` is the value that holds the states which the logits were made from, None: the engine gives none.
+    """
 
     dtype: str
     block_size: int
@@ -70,6 +73,7 @@ class EngineProgram:
     kv_heads: tuple[int, ...]
     head_dims: tuple[int, ...]
     segments: tuple[SegmentProgram, ...]
+    hidden: str | None = None
 
     @property
     def block_bytes(self) -> int:
@@ -104,6 +108,7 @@ class EngineProgram:
                 kv_heads=tuple(data["kv_heads"]),
                 head_dims=tuple(data["head_dims"]),
                 segments=segments,
+                hidden=data.get("hidden"),
             )
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise BundleError(
@@ -162,8 +167,10 @@ class CpuEngine:
         seq_lens: np.ndarray,  # [B]
         query_start_loc: np.ndarray,  # [B + 1]
         logits_rows: np.ndarray,  # [N]
-    ) -> Tensor:
-        """One step: logits `[N, vocab]` float32. Raises `EngineError` when closed."""
+    ) -> tuple[Tensor, Tensor | None]:
+        """One step: logits `[N, vocab]` float32, and hidden states `[N, hidden_size]` in the engine's dtype where it
+        gives them. Raises `EngineError` when closed.
+        """
         if not self._segments:
             raise EngineError("the engine is closed")
         program = self.program
@@ -190,7 +197,7 @@ class CpuEngine:
             runner = loaded.runner if work.tile_groups else loaded.row_runner
             results = runner.run(inputs)
             values.update(zip(segment.outputs, results, strict=True))
-        return results[0]
+        return results[-1], None if program.hidden is None else values[program.hidden]
 
     @property
     def num_step_weight_bytes(self) -> int:

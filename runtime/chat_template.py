@@ -20,6 +20,7 @@ import jinja2.parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from ..errors import BundleError, RequestError
+from .chat_calls import arguments_as_text, read_calls
 
 Message = dict[str, Any]
 
@@ -54,13 +55,19 @@ class ChatTemplate:
             self._variables[name] = frozenset(jinja2.meta.find_undeclared_variables(tree))
             self.literal_text += "\0".join(_literals(tree)) + "\0"
         self._reads_text, self._reads_parts = self._probe_contents()
+        self._reads_argument_text = self._probe_arguments()
+
+    def has_variable(self, name: str) -> bool:
+        """Whether any of the templates reads the variable `name`."""
+        return any(name in variables for variables in self._variables.values())
 
     def prepare(self, messages: Sequence[Mapping[str, Any]]) -> list[Message]:
         """Checked copies of `messages` in the form that the template reads.
 
         Keys that are None are left out. Where the template wants strings, a list of text parts is joined by
         newlines; where it wants lists of parts, a string becomes one. A message needs a role and, unless it
-        calls tools, a content. Raises `RequestError` naming the field, such as `messages[0].content`.
+        calls tools, a content, which is None then. Arguments of calls, JSON text or an object, become what the
+        template wants of the two. Raises `RequestError` naming the field, such as `messages[0].content`.
         """
         if not messages:
             raise _bad("messages: the conversation is empty; send at least one message")
@@ -150,6 +157,27 @@ class ChatTemplate:
 
         return shows("PROBE"), shows([{"type": "text", "text": "PROBE"}])
 
+    def _probe_arguments(self) -> bool:
+        """Whether the template wants the arguments of calls as JSON text: it cannot write an object, or not as JSON."""
+
+        def shown(arguments: object) -> str:
+            function = {"name": "probe", "arguments": arguments}
+            call = {"id": "probe1234", "type": "function", "function": function}
+            chat: list[Message] = [
+                {"role": "user", "content": "PROBE"},
+                {"role": "assistant", "content": None, "tool_calls": [call]},
+            ]
+            name = "tool_use" if "tool_use" in self._templates else next(iter(self._templates))
+            try:
+                return self._call(name, chat, None, False, {})
+            except RequestError:
+                return ""
+
+        as_object = shown({"needle": "hay"})
+        if "needle" in as_object and "'needle'" not in as_object:
+            return False
+        return "needle" in shown('{"needle": "hay"}')
+
     def _prepare_message(self, message: Mapping[str, Any], index: int) -> Message:
         field = f"messages[{index}]"
         if not isinstance(message, Mapping):
@@ -162,6 +190,10 @@ class ChatTemplate:
             raise RequestError(
                 f"{field}.content is required", field=f"{field}.content", code="missing_required_parameter"
             )
+        if prepared.get("tool_calls"):
+            calls = read_calls(prepared["tool_calls"], f"{field}.tool_calls")
+            prepared["tool_calls"] = arguments_as_text(calls) if self._reads_argument_text else calls
+            prepared.setdefault("content", None)  # templates ask whether it is none
         if isinstance(content, str):
             if self._reads_parts and not self._reads_text:
                 prepared["content"] = [{"type": "text", "text": content}]

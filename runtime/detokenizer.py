@@ -51,7 +51,8 @@ class Detokenizer:
 
     def __init__(self, tokenizer: Vocabulary, params: SamplingParams) -> None:
         self._token_bytes = tokenizer.token_bytes
-        self._skipped = tokenizer.special_token_ids if params.skip_special_tokens else frozenset[int]()
+        hidden = tokenizer.special_token_ids if params.skip_special_tokens else ()
+        self._skipped = frozenset(hidden).difference(params.shown_special_tokens)
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._stops = StopMatcher(params.stop) if params.stop else None
         self._min_tokens = params.min_tokens

@@ -7,78 +7,29 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 
-from ..errors import ConfigError, EngineError, PeltonError, RequestError
+from ..errors import EngineError, PeltonError, RequestError
 from .detokenizer import Detokenizer
+from .engine_config import EngineConfig, EngineStats, within
 from .executor import Executor, ExecutorLimits, StepOutput
 from .grammar.compiler import GrammarCompiler
+from .grammar.mask_filler import MaskFiller, MaskRows
 from .inputs import logits_offsets, pack
 from .outputs import Delta, TokenEvent, TokenLogprob
-from .plan import StepPlan
+from .plan import PlanItem, StepPlan
 from .request import Request
+from .sampler import Verification
 from .scheduler import Scheduler, SchedulerConfig
 from .sequence import Sequence
+from .speculate.speculator import DraftTerms, Speculator
+from .structured import Matcher
 from .tokenizer import Tokenizer
 
+__all__ = ["Engine", "EngineConfig", "EngineStats"]
+
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class EngineConfig:
-    """What may be switched when a built engine is loaded; None takes the engine's own limit.
-
-    `kv_cache_bytes` sizes the KV pages of this process. `check_invariants` verifies the bookkeeping after every
-    step (tests); when idle it is always verified. Raises `ConfigError` naming a field of a wrong type or below 1.
-    """
-
-    enable_prefix_caching: bool = True
-    max_batch_size: int | None = None
-    max_step_tokens: int | None = None
-    max_chunk_tokens: int | None = None
-    kv_cache_bytes: int | None = None
-    num_threads: int | None = None
-    check_invariants: bool = False
-
-    def __post_init__(self) -> None:
-        for name in ("enable_prefix_caching", "check_invariants"):
-            if not isinstance(getattr(self, name), bool):
-                raise ConfigError(f"{name} must be True or False, got {getattr(self, name)!r}")
-        for name in (
-            "max_batch_size",
-            "max_step_tokens",
-            "max_chunk_tokens",
-            "kv_cache_bytes",
-            "num_threads",
-        ):
-            value = getattr(self, name)
-            if value is None:
-                continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                unit = " (bytes)" if name == "kv_cache_bytes" else ""
-                raise ConfigError(
-                    f"{name} must be an integer of at least 1{unit}, got {value!r}; leave it out for the engine's own"
-                )
-
-
-@dataclass(frozen=True, slots=True)
-class EngineStats:
-    """Gauges now, and totals since the start."""
-
-    num_running: int
-    num_waiting: int
-    num_blocks: int
-    num_free_blocks: int
-    num_used_blocks: int
-    num_cached_blocks: int
-    num_steps: int
-    num_prompt_tokens: int
-    num_cached_tokens: int
-    num_output_tokens: int
-    num_preemptions: int
-    num_prefix_queried_tokens: int
-    num_prefix_hit_tokens: int
-    num_finished: dict[str, int]  # choices, by finish reason
 
 
 @dataclass(slots=True)
@@ -87,6 +38,7 @@ class _Choice:
 
     sequence: Sequence
     detokenizer: Detokenizer
+    matcher: Matcher | None = None
 
 
 @dataclass(slots=True)
@@ -94,24 +46,18 @@ class _Active:
     """An admitted request. Choices other than the first appear when the prompt is computed (`Scheduler.fork`)."""
 
     request: Request
+    has_own_seed: bool = True
     choices: dict[int, _Choice] = field(default_factory=dict)
     finished: set[int] = field(default_factory=set)
     prompt_logprobs: dict[int, TokenLogprob] = field(default_factory=dict)
     has_sent_prompt_logprobs: bool = False
 
 
-def _within(name: str, wanted: int | None, built: int) -> int:
-    if wanted is not None and wanted > built:
-        raise ConfigError(
-            f"{name}: {wanted} is above {built}, which the engine was built for; lower it or build again"
-        )
-    return built if wanted is None else wanted
-
-
 class Engine:
     """Runs `executor` for many requests at once.
 
-    Raises `ConfigError` when `config` asks for more than the executor was built for. `admit` and `abort` only change
+    `speculator` drafts (None: only what a form forces). Raises `ConfigError` when `config` asks for more than the
+    executor was built for. `admit` and `abort` only change
     state; everything that a client sees comes out of `step`, in order. Every ending of a choice goes through `_finish`.
     """
 
@@ -122,6 +68,7 @@ class Engine:
         config: EngineConfig | None = None,
         *,
         name: str = "model",
+        speculator: Speculator | None = None,
     ) -> None:
         config = config or EngineConfig()
         self.name = name
@@ -130,8 +77,8 @@ class Engine:
         limits = executor.limits
         self._limits = replace(
             limits,
-            max_batch_size=_within("max_batch_size", config.max_batch_size, limits.max_batch_size),
-            max_step_tokens=_within("max_step_tokens", config.max_step_tokens, limits.max_step_tokens),
+            max_batch_size=within("max_batch_size", config.max_batch_size, limits.max_batch_size),
+            max_step_tokens=within("max_step_tokens", config.max_step_tokens, limits.max_step_tokens),
         )
         self._scheduler = Scheduler(
             SchedulerConfig(
@@ -145,7 +92,9 @@ class Engine:
             )
         )
         self._sampler = executor.make_sampler(tokenizer.eos_token_ids)
+        self._speculator = speculator or Speculator(eos_token_ids=frozenset(tokenizer.eos_token_ids))
         self._grammars = GrammarCompiler(tokenizer, limits.vocab_size)
+        self._mask_filler: MaskFiller | None = None  # from the first form on
         self._check_invariants = config.check_invariants
         self._active: dict[str, _Active] = {}
         self._num_deadlines = 0
@@ -186,11 +135,16 @@ class Engine:
                     f"prompt: token id {token_id} is outside the vocabulary [0, {self._limits.vocab_size})",
                     field="prompt",
                 )
+        if (params.structured_output is None) != (request.grammar is None):
+            raise RequestError(
+                "structured_output must come with its compiled grammar", field="structured_output"
+            )
+        has_own_seed = params.seed is not None
         if params.seed is None:
             request = replace(request, params=replace(params, seed=secrets.randbits(63)))
         sequence = Sequence(request)
         self._scheduler.add(sequence)
-        active = _Active(request)
+        active = _Active(request, has_own_seed)
         active.choices[0] = self._choice(sequence)
         self._active[request.request_id] = active
         self._num_deadlines += request.deadline is not None
@@ -212,9 +166,8 @@ class Engine:
         if plan.items:
             self._totals["steps"] += 1
             try:
-                output = self._executor.execute(pack(plan))
-                self._scheduler.commit(plan)
-                self._advance(plan, output)
+                plan = self._speculator.draft(plan, self._scheduler, self._terms)
+                self._run(plan)
             except Exception as error:
                 self._fail(plan, error)
         if self._check_invariants or not self._active:
@@ -247,6 +200,8 @@ class Engine:
             num_preemptions=scheduler.num_preemptions,
             num_prefix_queried_tokens=scheduler.num_prefix_queried_tokens,
             num_prefix_hit_tokens=scheduler.num_prefix_hit_tokens,
+            num_draft_tokens=totals["draft_tokens"],
+            num_accepted_tokens=totals["accepted_tokens"],
             num_finished=dict(self._finished),
         )
 
@@ -255,34 +210,93 @@ class Engine:
         for request_id in list(self._active):
             self.abort(request_id)
         self._grammars.close()
+        if self._mask_filler is not None:
+            self._mask_filler.close()
+        self._speculator.close()
         self._executor.close()
 
     def _choice(self, sequence: Sequence) -> _Choice:
-        return _Choice(sequence, Detokenizer(self.tokenizer, sequence.request.params))
+        grammar = sequence.request.grammar
+        matcher = None if grammar is None else grammar.start()
+        return _Choice(sequence, Detokenizer(self.tokenizer, sequence.request.params), matcher)
 
-    def _advance(self, plan: StepPlan, output: StepOutput) -> None:
-        """Sample where the step reached the end of a sequence; score prompts that asked for it."""
-        rows: list[int] = []
-        sequences: list[Sequence] = []
+    def _choice_of(self, sequence: Sequence) -> _Choice:
+        return self._active[sequence.request.request_id].choices[sequence.index]
+
+    def _terms(self, sequence: Sequence) -> DraftTerms:
+        active = self._active[sequence.request.request_id]
+        may_draw = not (active.has_own_seed or active.request.params.is_greedy)
+        return DraftTerms(active.choices[sequence.index].matcher, may_draw)
+
+    def _run(self, plan: StepPlan) -> None:
+        start = time.perf_counter()
+        masks = self._fill_masks(plan)
+        output = self._executor.execute(pack(plan))
+        self._scheduler.commit(plan)
+        self._advance(plan, output, masks)
+        self._speculator.record_step(plan.num_tokens, time.perf_counter() - start)
+
+    def _fill_masks(self, plan: StepPlan) -> tuple[list[Sequence], Future[list[MaskRows]]] | None:
+        """Start filling the masks of the sequences that have a form and sample in this step."""
+        items = [item for item in plan.items if item.is_sampling]
+        asks = [(item, self._choice_of(item.sequence).matcher) for item in items]
+        formed = [(item, matcher) for item, matcher in asks if matcher is not None]
+        if not formed:
+            return None
+        if self._mask_filler is None:
+            self._mask_filler = MaskFiller(self._limits.vocab_size)
+        future = self._mask_filler.submit([(matcher, item.draft.token_ids) for item, matcher in formed])
+        return [item.sequence for item, _ in formed], future
+
+    def _advance(
+        self, plan: StepPlan, output: StepOutput, masks: tuple[list[Sequence], Future[list[MaskRows]]] | None
+    ) -> None:
+        """Verify drafts and sample where the step reached the end of a sequence; score prompts that asked for it."""
+        rows_of = {} if masks is None else dict(zip(masks[0], masks[1].result(), strict=True))
+        verifications: list[Verification] = []
         first_row = 0
         for item in plan.items:
             own_rows = range(first_row, first_row + len(logits_offsets(item)))
-            sequence = item.sequence
-            if not sequence.is_finished:
-                is_scored = self._score_prompt(sequence, item.start, output, own_rows)
+            if not item.sequence.is_finished:
+                is_scored = self._score_prompt(item.sequence, item.start, output, own_rows)
                 if is_scored and item.is_sampling:
-                    for sampled in self._samplers_of(sequence):
-                        rows.append(own_rows[-1])
-                        sequences.append(sampled)
+                    row = own_rows.stop - 1 - len(item.draft)
+                    verifications += self._verifications(item, row, rows_of.get(item.sequence))
             first_row = own_rows.stop
-        if not sequences:
+        if not verifications:
             return
-        events = self._sampler.sample(output.logits, sequences, rows)
-        for sequence, event in zip(sequences, events, strict=True):
-            if isinstance(event, PeltonError):
+        results = self._sampler.verify(output.logits, verifications)
+        seen: list[Sequence] = []
+        rows: list[int] = []
+        for one, events in zip(verifications, results, strict=True):
+            num_accepted = self._accept_all(one.sequence, events)
+            if len(one.draft):
+                self._totals["draft_tokens"] += len(one.draft)
+                self._totals["accepted_tokens"] += num_accepted
+                self._speculator.record(one.sequence, num_accepted)
+            if not one.sequence.is_finished:
+                seen.append(one.sequence)
+                rows.append(one.row + len(events) - 1)
+        if output.hidden is not None and seen:
+            self._speculator.observe(output.hidden, seen, rows)
+
+    def _verifications(self, item: PlanItem, row: int, masks: MaskRows | None) -> Iterator[Verification]:
+        if masks is not None and masks.error is not None:
+            self._end(item.sequence.request.request_id, "error", masks.error)
+            return
+        for sequence in self._samplers_of(item.sequence):
+            yield Verification(sequence, row, item.draft, None if masks is None else masks.rows)
+
+    def _accept_all(self, sequence: Sequence, events: list[TokenEvent | EngineError]) -> int:
+        """Take what was verified until something of it ends the choice: how many drafted tokens were accepted."""
+        for count, event in enumerate(events):
+            if isinstance(event, EngineError):
                 self._finish(sequence, "error", error=event)
             else:
-                self._accept(sequence, event)
+                self._accept(sequence, event, is_computed=count < len(events) - 1)
+            if sequence.is_finished:
+                return min(count + 1, len(events) - 1)
+        return len(events) - 1
 
     def _samplers_of(self, sequence: Sequence) -> Iterator[Sequence]:
         """The sequences that take a token from `sequence`'s last row: itself, and at the prompt's end its siblings."""
@@ -322,13 +336,16 @@ class Engine:
         active.prompt_logprobs.update(enumerate(scores, start + 1))
         return True
 
-    def _accept(self, sequence: Sequence, event: TokenEvent) -> None:
-        """Append a sampled token, decide whether it ends the choice, and emit the delta."""
+    def _accept(self, sequence: Sequence, event: TokenEvent, *, is_computed: bool = False) -> None:
+        """Append a sampled token, decide whether it ends the choice, and emit the delta.
+
+        `is_computed`: it was drafted, so the step that verified it has computed it.
+        """
         request, params, token_id = sequence.request, sequence.request.params, event.token_id
-        choice = self._active[request.request_id].choices[sequence.index]
+        choice = self._choice_of(sequence)
         if sequence.num_output_tokens == 0 and sequence.index == 0:
             self._totals["cached_tokens"] += sequence.num_cached_tokens
-        self._scheduler.append(sequence, token_id)
+        self._scheduler.append(sequence, token_id, is_computed=is_computed)
         self._totals["output_tokens"] += 1
         reason: str | None = None
         stop: int | str | None = None
@@ -341,10 +358,16 @@ class Engine:
             text = step.text
             if step.stop_reason is not None:
                 reason, stop = "stop", step.stop_reason
+        error: PeltonError | None = None
+        if reason is None and choice.matcher is not None:
+            try:
+                reason = "stop" if _is_last_of_form(choice.matcher, token_id) else None
+            except EngineError as cause:
+                reason, error = "error", cause
         if reason is None and sequence.num_tokens >= self._scheduler.token_limit(request):
             reason = "length"
         if reason is not None:
-            self._finish(sequence, reason, text=text, stop_reason=stop, event=event)
+            self._finish(sequence, reason, text=text, stop_reason=stop, event=event, error=error)
         else:
             self._emit(sequence, text, event)
 
@@ -405,6 +428,7 @@ class Engine:
             text += choice.detokenizer.finish()
         self._scheduler.finish(sequence)
         self._sampler.forget(sequence)
+        self._speculator.end(sequence)
         self._finished[reason] += 1
         self._emit(sequence, text, event, reason=reason, stop_reason=stop_reason, error=error)
         active.finished.add(sequence.index)
@@ -437,3 +461,10 @@ class Engine:
         for request_id in request_ids:
             message = f"request {request_id}: the engine failed on this request; the log has the cause"
             self._end(request_id, "error", EngineError(message))
+
+
+def _is_last_of_form(matcher: Matcher, token_id: int) -> bool:
+    """Whether nothing may follow `token_id`, which the matcher takes. Raises `EngineError` as the matcher does."""
+    if not matcher.accept(token_id):
+        raise EngineError(f"token {token_id} was chosen although the form of the output refuses it")
+    return matcher.is_finished

@@ -78,9 +78,9 @@ class CpuExecutor:
             self._engine.copy_blocks(inputs.block_copies)
         if not len(inputs.logits_rows):
             # A library cannot take an empty list of rows; one row's logits are made and dropped.
-            self._run(inputs, np.zeros(1, np.int64))
-            return StepOutput(np.empty((0, self._limits.vocab_size), np.float32))
-        return StepOutput(self._run(inputs, inputs.logits_rows))
+            logits, hidden = self._run(inputs, np.zeros(1, np.int64))
+            return StepOutput(logits[:0], None if hidden is None else hidden[:0])
+        return StepOutput(*self._run(inputs, inputs.logits_rows))
 
     def make_sampler(self, eos_token_ids: Iterable[int]) -> HostSampler:
         return HostSampler(self._limits.vocab_size, eos_token_ids)
@@ -89,12 +89,12 @@ class CpuExecutor:
         """Give back the memory; a later `execute` raises `EngineError`."""
         self._engine.close()
 
-    def _run(self, inputs: StepInputs, rows: np.ndarray) -> np.ndarray:
+    def _run(self, inputs: StepInputs, rows: np.ndarray) -> tuple[np.ndarray, torch.Tensor | None]:
         # OpenMP counts threads per calling thread, and a server steps on another one than that which loaded the
         # engine; asking makes torch set the count here. Compiled code alone would not.
         torch.get_num_threads()
         with torch.inference_mode():
-            logits = self._engine.run(
+            logits, hidden = self._engine.run(
                 inputs.input_ids,
                 inputs.positions,
                 inputs.block_table,
@@ -102,4 +102,4 @@ class CpuExecutor:
                 inputs.query_start_loc,
                 rows,
             )
-        return logits.numpy()
+        return logits.numpy(), hidden

@@ -34,8 +34,8 @@ class StepInputs:
 def pack(plan: StepPlan) -> StepInputs:
     """Pack a non-empty `plan`.
 
-    Logits are asked for the last row of each item that samples, and for all of an item's rows when its
-    request wants prompt log-probabilities of positions it covers, in row order.
+    Logits are asked for the last known row of each item that samples and for those of its draft, and for all of an
+    item's rows when its request wants prompt log-probabilities of positions it covers, in row order.
     """
     items = plan.items
     ids: list[int] = []
@@ -44,7 +44,8 @@ def pack(plan: StepPlan) -> StepInputs:
     rows: list[int] = []
     for item in items:
         sequence = item.sequence
-        ids.extend(sequence.token_ids[item.start : item.end])
+        ids.extend(sequence.token_ids[item.start : item.known_end])
+        ids.extend(item.draft.token_ids)
         positions.extend(range(item.start, item.end))
         rows.extend(starts[-1] + offset for offset in logits_offsets(item))
         starts.append(len(ids))
@@ -68,9 +69,10 @@ def logits_offsets(item: PlanItem) -> range:
     """Offsets, among the item's own rows, of those whose logits are wanted.
 
     Prompt row p predicts token p + 1, so a request with `prompt_logprobs` needs every row from its
-    first not yet scored prompt position on; the other rows are needed only where sampling happens.
+    first not yet scored prompt position on; the other rows are needed only where sampling happens: behind the
+    last known token, and behind each drafted one.
     """
     sequence = item.sequence
     if sequence.request.params.prompt_logprobs is not None and item.start < sequence.num_prompt_tokens:
         return range(item.num_tokens)
-    return range(item.num_tokens - 1, item.num_tokens) if item.is_sampling else range(0)
+    return range(item.num_tokens - 1 - len(item.draft), item.num_tokens) if item.is_sampling else range(0)

@@ -19,6 +19,7 @@ from .load import load_engine
 from .outputs import CompletionOutput, Delta, RequestOutput
 from .protocol_prompt import check_role
 from .request import Request, SamplingParams
+from .speculate.config import SpeculationConfig
 from .tokenizer import Tokenizer
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
@@ -80,8 +81,9 @@ class LLM:
     The options are None for the bundle's own. `max_batch_size` (sequences) and `max_step_tokens` (tokens) can be
     lowered below what the bundle was built for; `max_chunk_tokens` caps the prompt tokens of one sequence in a step;
     `kv_cache_bytes` sizes the KV pages, in bytes (the command line's `--kv-cache-memory`); `num_threads` is the
-    threads of a CPU engine (`--threads`); `check_invariants` verifies the bookkeeping after every step (tests). Raises
-    `BundleError` if the bundle cannot run here, `ConfigError` for an option that cannot work with it.
+    threads of a CPU engine (`--threads`); `check_invariants` verifies the bookkeeping after every step (tests);
+    `speculation` says who drafts (None: nobody). Raises `BundleError` if the bundle cannot run here, `ConfigError` for
+    an option that cannot work with it.
     """
 
     def __init__(
@@ -95,6 +97,7 @@ class LLM:
         kv_cache_bytes: int | None = None,
         num_threads: int | None = None,
         check_invariants: bool = False,
+        speculation: SpeculationConfig | None = None,
         **unknown: Never,
     ) -> None:
         if unknown:
@@ -108,6 +111,7 @@ class LLM:
             kv_cache_bytes=kv_cache_bytes,
             num_threads=num_threads,
             check_invariants=check_invariants,
+            speculation=speculation,
         )
         self._start(load_engine(bundle, config))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 
 from ..compile.bundle import HostFacts, Manifest, check_bundle, read_manifest
@@ -10,13 +11,20 @@ from ..errors import BundleError, ConfigError
 from ..plugins_trt.tensorrt import TENSORRT, TENSORRT_RTX
 from .engine import Engine, EngineConfig
 from .executor import Executor
+from .speculate.loading import read_drafting
 from .tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 
 
-def load_engine(path: str | Path, config: EngineConfig | None = None, *, name: str | None = None) -> Engine:
-    """Check the bundle at `path` against this machine, then load it.
+def load_engine(
+    path: str | Path,
+    config: EngineConfig | None = None,
+    *,
+    name: str | None = None,
+    chat_template: str | None = None,
+) -> Engine:
+    """Check the bundle at `path` against this machine, then load it. `chat_template` (Jinja) replaces the model's.
 
     Raises `BundleError` (built with X, found Z, rebuild with ...) before the engine is touched, `ConfigError`
     when `config` cannot work with it.
@@ -27,8 +35,9 @@ def load_engine(path: str | Path, config: EngineConfig | None = None, *, name: s
     check_bundle(manifest, directory, HostFacts.detect())
     if manifest.target not in ("cpu", "cuda", TENSORRT, TENSORRT_RTX):
         raise BundleError(f"{directory}: built for target {manifest.target!r}, which this version cannot run")
-    tokenizer = Tokenizer.from_directory(directory)
-    executor = _open_executor(directory, manifest, config)
+    tokenizer = Tokenizer.from_directory(directory, chat_template=chat_template)
+    drafting = read_drafting(config, directory, manifest, tokenizer)
+    executor = _open_executor(directory, manifest, replace(config, kv_cache_bytes=drafting.kv_cache_bytes))
     limits = executor.limits
     if limits.num_blocks * limits.block_size < limits.max_model_len:
         log.warning(
@@ -36,7 +45,13 @@ def load_engine(path: str | Path, config: EngineConfig | None = None, *, name: s
             limits.num_blocks * limits.block_size,
             limits.max_model_len,
         )
-    return Engine(executor, tokenizer, config, name=name or directory.resolve().name)
+    try:
+        speculator = drafting.open(tokenizer, executor.limits)
+    except BaseException:
+        executor.close()
+        raise
+    name = name or directory.resolve().name
+    return Engine(executor, tokenizer, config, name=name, speculator=speculator)
 
 
 def _open_executor(directory: Path, manifest: Manifest, config: EngineConfig) -> Executor:

@@ -25,7 +25,7 @@ class TokenCounts:
         prompt = np.array(sequence.token_ids[: self._num_tokens], np.int64)
         self._token_ids = np.unique(prompt)
         self._counts = np.zeros(len(self._token_ids), np.float32)
-        self._size = len(self._token_ids)
+        self._size = self._num_prompt_ids = len(self._token_ids)
         self._slot_of = {token_id: slot for slot, token_id in enumerate(self._token_ids.tolist())}
 
     def update(self, sequence: Sequence) -> None:
@@ -33,6 +33,18 @@ class TokenCounts:
         for token_id in sequence.token_ids[self._num_tokens :]:
             self._count(token_id)
         self._num_tokens = sequence.num_tokens
+
+    def push(self, token_id: int) -> None:
+        """Count a drafted token; `pop` takes it back, the last one first."""
+        self._count(token_id)
+
+    def pop(self, token_id: int) -> None:
+        slot = self._slot_of[token_id]
+        self._counts[slot] -= 1
+        if slot >= self._num_prompt_ids and self._counts[slot] == 0:
+            # Nothing that was counted after it is left, so its slot is the last one.
+            self._size -= 1
+            del self._slot_of[token_id]
 
     def apply(self, logits: np.ndarray, params: SamplingParams) -> None:
         """Penalise one row in place.

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from .protocol_call import CHAT_COMPLETIONS, COMPLETIONS, ApiContext, Call, parse_call
+from .protocol_call import CHAT_COMPLETIONS, COMPLETIONS, Call, parse_call
+from .protocol_context import ApiContext
 from .protocol_errors import error_reply
 from .protocol_json import dump_json, parse_json
 from .protocol_reply import Reply

@@ -7,19 +7,18 @@ Where the OpenAI API leaves it open:
 - `max_tokens` 0 scores a prompt: it needs `echo` or `prompt_logprobs`.
 - A prompt longer than the context is an error unless `truncate_prompt_tokens` asks for its last tokens only.
 - A prompt without any token is an error; an empty text where the tokenizer adds BOS is a prompt of one token.
-- `best_of` must equal `n`.
+- `best_of` samples so many choices of each prompt; the answer has the `n` whose tokens were likeliest on average.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from ..errors import RequestError
-from .grammar.compiler import GrammarCompiler
+from .protocol_context import ApiContext
 from .protocol_fields import Body, ChatBody, CompletionBody, read_body
 from .protocol_params import sampling_params
 from .protocol_prompt import (
@@ -30,11 +29,15 @@ from .protocol_prompt import (
     read_messages,
     read_prompts,
 )
-from .request import MAX_NUM_LOGPROBS, Request, SamplingParams, check_context
-
-if TYPE_CHECKING:
-    from .executor import ExecutorLimits
-    from .tokenizer import Tokenizer
+from .protocol_tools import (
+    AnswerFormat,
+    answer_format,
+    check_tool_format,
+    enforced_calls,
+    num_tool_chars,
+    read_tool_use,
+)
+from .request import MAX_NUM_CHOICES, MAX_NUM_LOGPROBS, Request, SamplingParams, check_context
 
 COMPLETIONS = "/v1/completions"
 CHAT_COMPLETIONS = "/v1/chat/completions"
@@ -49,40 +52,13 @@ MAX_NUM_ECHO_CHARS = 2**25
 DEFAULT_COMPLETION_TOKENS = 16
 
 
-@dataclass(frozen=True)
-class ApiContext:
-    """What a call is parsed and answered with. The first of `model_names` serves calls that name no model.
-
-    `compiler` of grammars is the engine's; without it there is one of its own.
-    """
-
-    tokenizer: Tokenizer
-    limits: ExecutorLimits
-    model_names: tuple[str, ...]
-    compiler: GrammarCompiler | None = None
-
-    @cached_property
-    def grammars(self) -> GrammarCompiler:
-        return self.compiler or GrammarCompiler(self.tokenizer, self.limits.vocab_size)
-
-    @cached_property
-    def vocab_size(self) -> int:
-        """Ids below this are tokens: a model's padded vocabulary has rows that no text maps to."""
-        return min(self.tokenizer.vocab_size, self.limits.vocab_size)
-
-    @cached_property
-    def max_prompt_chars(self) -> int:
-        """No text above this fits the context, whatever its tokens: known without tokenising it."""
-        longest = max(len(self.tokenizer.token_bytes(token_id)) for token_id in range(self.vocab_size))
-        return self.limits.max_model_len * longest
-
-
 @dataclass(frozen=True, slots=True)
 class Call:
     """`requests` has one entry per prompt, each with n choices; choice c of request r has index `r * n + c`.
 
     `prompt_texts` is filled when `echo` is asked for. `num_truncated_tokens` tells for each prompt how many
-    tokens `truncate_prompt_tokens` cut off its front.
+    tokens `truncate_prompt_tokens` cut off its front. With `num_best` the answer shows so many of a prompt's choices,
+    those whose tokens were likeliest on average. `answer_format` is how the text of a chat's choices is read.
     """
 
     endpoint: str
@@ -97,6 +73,8 @@ class Call:
     num_prompt_logprobs: int | None = None
     prompt_texts: tuple[str, ...] = ()
     num_truncated_tokens: tuple[int, ...] = ()
+    num_best: int | None = None
+    answer_format: AnswerFormat = field(default_factory=AnswerFormat)
 
     @property
     def is_chat(self) -> bool:
@@ -128,8 +106,7 @@ def parse_call(endpoint: str, body: Mapping[str, object], context: ApiContext, c
 
 
 def _parse_completion(body: CompletionBody, context: ApiContext, call_id: str) -> Call:
-    if body.best_of not in (None, body.n):
-        raise RequestError(f"best_of must equal n ({body.n}): no candidates are ranked", field="best_of")
+    num_best = _read_best_of(body)
     _check_call(body, context)
     prompts = read_prompts(body.prompt)
     prompt_logprobs = body.prompt_logprobs
@@ -139,18 +116,20 @@ def _parse_completion(body: CompletionBody, context: ApiContext, call_id: str) -
         body,
         context.vocab_size,
         max_tokens=DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens,
-        logprobs=body.logprobs,
+        logprobs=0 if num_best is not None and body.logprobs is None else body.logprobs,
         prompt_logprobs=prompt_logprobs,
+        n=body.best_of,
     )
     if params.max_tokens == 0 and not body.echo and body.prompt_logprobs is None:
         raise RequestError(
             "max_tokens 0 scores a prompt: ask for echo or prompt_logprobs", field="max_tokens"
         )
+    n_field = "n" if num_best is None else "best_of"
     if params.n * len(prompts) > MAX_NUM_CALL_CHOICES:
         raise RequestError(
-            f"n ({params.n}) times the number of prompts ({len(prompts)}) is above {MAX_NUM_CALL_CHOICES}; "
+            f"{n_field} ({params.n}) times the number of prompts ({len(prompts)}) is above {MAX_NUM_CALL_CHOICES}; "
             "send several calls",
-            field="n",
+            field=n_field,
         )
     limit_field = None if body.max_tokens is None else "max_tokens"
     requests, texts, cuts = [], [], []
@@ -163,7 +142,8 @@ def _parse_completion(body: CompletionBody, context: ApiContext, call_id: str) -
         if body.echo:
             texts.append(prompt if isinstance(prompt, str) and not cut else _decode(request, context))
     prompt_field = "logprobs" if body.prompt_logprobs is None else "prompt_logprobs"
-    _check_answer_size(requests, context, prompt_field, "logprobs", sum(map(len, texts)))
+    output_field = "best_of" if body.logprobs is None else "logprobs"
+    _check_answer_size(requests, context, prompt_field, output_field, sum(map(len, texts)))
     return Call(
         endpoint=COMPLETIONS,
         call_id=call_id,
@@ -177,7 +157,27 @@ def _parse_completion(body: CompletionBody, context: ApiContext, call_id: str) -
         num_prompt_logprobs=body.prompt_logprobs,
         prompt_texts=tuple(texts),
         num_truncated_tokens=tuple(cuts),
+        num_best=num_best,
     )
+
+
+def _read_best_of(body: CompletionBody) -> int | None:
+    """How many choices are shown of those that are sampled, or None for all."""
+    if body.best_of is None:
+        return None
+    if body.n < 1:
+        raise RequestError(f"n must be at least 1, got {body.n}", field="n")
+    if not body.n <= body.best_of <= MAX_NUM_CHOICES:
+        raise RequestError(
+            f"best_of must be between n ({body.n}) and {MAX_NUM_CHOICES}, got {body.best_of}", field="best_of"
+        )
+    if body.best_of == body.n:
+        return None
+    if body.stream:
+        raise RequestError("best_of above n cannot be streamed; set stream: false", field="best_of")
+    if body.max_tokens == 0:
+        raise RequestError("best_of above n ranks outputs, and max_tokens 0 asks for none", field="best_of")
+    return body.n
 
 
 def _parse_chat(body: ChatBody, context: ApiContext, call_id: str) -> Call:
@@ -193,14 +193,36 @@ def _parse_chat(body: ChatBody, context: ApiContext, call_id: str) -> Call:
         prompt_logprobs=body.prompt_logprobs,
     )
     messages = read_messages(body.messages)
+    use = read_tool_use(
+        body.tools, body.tool_choice, body.parallel_tool_calls, context.tokenizer.chat_template
+    )
+    check_tool_format(context.tool_format, use)
     if body.truncate_prompt_tokens is None:
         _check_num_chars(num_message_chars(messages), context, "messages")
+        _check_num_chars(num_tool_chars(use), context, "tools")
     token_ids = encode_messages(
         context.tokenizer,
         messages,
         add_generation_prompt=body.add_generation_prompt,
         continue_final_message=body.continue_final_message,
-        template_kwargs=body.chat_template_kwargs,
+        template_kwargs=_template_kwargs(body, context),
+        tools=use.shown,
+    )
+    continued = messages[-1] if body.continue_final_message else None
+    is_open = context.ends_in_reasoning(token_ids, continued)
+    calls = enforced_calls(use, context.tool_format)
+    if calls is not None and params.structured_output is not None:
+        field = params.structured_output.field
+        raise RequestError(
+            f"{field} and tool_choice ask for two forms of one output; send one of them", field=field
+        )
+    if is_open and (use.is_enforced or params.structured_output is not None):
+        token_ids += context.end_of_reasoning
+    reading = answer_format(use, context.tool_format, context.reasoning_format, is_in_reasoning=is_open)
+    params = replace(
+        params,
+        shown_special_tokens=context.tokenizer.special_ids_of(reading.literals),
+        structured_output=calls or params.structured_output,
     )
     token_ids, cut = _truncate(token_ids, body, params, context)
     request = _request(f"{call_id}-0", token_ids, params, body, context, "messages", limit_field)
@@ -217,7 +239,26 @@ def _parse_chat(body: ChatBody, context: ApiContext, call_id: str) -> Call:
         num_logprobs=num_logprobs,
         num_prompt_logprobs=body.prompt_logprobs,
         num_truncated_tokens=(cut,),
+        answer_format=reading,
     )
+
+
+def _template_kwargs(body: ChatBody, context: ApiContext) -> dict[str, Any]:
+    """`chat_template_kwargs` with the variables of the template that have fields of their own."""
+    if body.reasoning_effort is None:
+        return body.chat_template_kwargs
+    if "reasoning_effort" in body.chat_template_kwargs:
+        raise RequestError(
+            "reasoning_effort is in chat_template_kwargs too; send it once", field="reasoning_effort"
+        )
+    template = context.tokenizer.chat_template
+    if template is not None and not template.has_variable("reasoning_effort"):
+        raise RequestError(
+            "reasoning_effort: the model's chat template has no such variable, so it is not supported",
+            field="reasoning_effort",
+            code="unsupported_parameter",
+        )
+    return {**body.chat_template_kwargs, "reasoning_effort": body.reasoning_effort}
 
 
 def _chat_limit(body: ChatBody) -> tuple[str, int | None]:
@@ -245,10 +286,6 @@ def _check_chat_options(body: ChatBody) -> None:
                 f"top_logprobs must be between 0 and {MAX_NUM_LOGPROBS}, got {body.top_logprobs}",
                 field="top_logprobs",
             )
-    if body.tool_choice not in (None, "none"):
-        raise RequestError(
-            "tool_choice: tools are not supported", field="tool_choice", code="unsupported_value"
-        )
 
 
 def _check_call(body: Body, context: ApiContext) -> None:
@@ -322,14 +359,13 @@ def _request(
     check_context(len(token_ids), params, max_model_len, prompt_field=field, limit_field=limit_field)
     if limit_field is None and params.max_tokens is not None:
         params = replace(params, max_tokens=min(params.max_tokens, max_model_len - len(token_ids)))
-    form = params.structured_output
     return Request(
         request_id=request_id,
         prompt_token_ids=tuple(token_ids),
         params=params,
         cache_salt=body.cache_salt,
         arrival_time=time.monotonic(),
-        grammar=None if form is None else context.grammars.compile(form),
+        grammar=context.compile(params.structured_output),
     )
 
 

@@ -91,6 +91,7 @@ class Body(BaseModel):
     prompt_logprobs: Int | None = None
     truncate_prompt_tokens: Int | None = None
     cache_salt: Annotated[str, Field(max_length=MAX_CACHE_SALT_CHARS)] = ""
+    num_draft_tokens: Int | None = None
 
     response_format: Any = None
     structured_outputs: Any = None
@@ -126,7 +127,10 @@ class ChatBody(Body):
     max_completion_tokens: Int | None = None
     logprobs: bool = False
     top_logprobs: Int | None = None
+    tools: Any = None
     tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: str | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] = {}

@@ -16,11 +16,12 @@ def sampling_params(
     max_tokens: int | None,
     logprobs: int | None,
     prompt_logprobs: int | None,
+    n: int | None = None,
 ) -> SamplingParams:
-    """Raises `RequestError` naming the field. Token ids must be below `vocab_size`."""
+    """Raises `RequestError` naming the field. Token ids must be below `vocab_size`. `n` None is the body's."""
     check_token_ids(body.stop_token_ids, vocab_size, "stop_token_ids")
     return SamplingParams(
-        n=body.n,
+        n=body.n if n is None else n,
         temperature=body.temperature,
         top_p=body.top_p,
         top_k=body.top_k,
@@ -39,6 +40,7 @@ def sampling_params(
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
         skip_special_tokens=body.skip_special_tokens,
+        num_draft_tokens=body.num_draft_tokens,
         structured_output=structured_output(body),
     )
 

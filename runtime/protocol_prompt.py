@@ -15,7 +15,9 @@ MAX_NUM_PROMPTS = 2048
 Prompt = str | list[int]
 
 _ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
-_MESSAGE_KEYS = frozenset({"role", "content", "name", "tool_call_id", "reasoning_content", "annotations"})
+_MESSAGE_KEYS = frozenset(
+    {"role", "content", "name", "tool_call_id", "tool_calls", "reasoning", "reasoning_content"}
+)
 _TEMPLATE_ARGUMENTS = frozenset({"messages", "tools", "add_generation_prompt", "continue_final_message"})
 
 
@@ -59,6 +61,7 @@ def encode_messages(
     add_generation_prompt: bool | None,
     continue_final_message: bool,
     template_kwargs: Mapping[str, Any],
+    tools: Sequence[Mapping[str, Any]] | None = None,
 ) -> list[int]:
     """The ids of a chat. `add_generation_prompt` None opens a new turn, unless the last message goes on."""
     if add_generation_prompt is None:
@@ -76,6 +79,7 @@ def encode_messages(
         list(messages),
         add_generation_prompt=add_generation_prompt,
         continue_final_message=continue_final_message,
+        tools=tools,
         template_kwargs=dict(template_kwargs),
     )
 
@@ -99,7 +103,13 @@ def num_message_chars(messages: Sequence[Mapping[str, Any]]) -> int:
 
 def _num_chars(value: object) -> int:
     if isinstance(value, list):
-        return sum(_num_chars(part.get("text")) for part in value if isinstance(part, dict))
+        return sum(
+            _num_chars(part.get("text")) + _num_chars(part.get("function"))
+            for part in value
+            if isinstance(part, dict)
+        )
+    if isinstance(value, dict):  # the function of a call
+        return _num_chars(value.get("arguments"))
     return len(value) if isinstance(value, str) else 0
 
 
@@ -110,9 +120,15 @@ def _read_message(message: Mapping[str, Any], field: str) -> dict[str, Any]:
         shown = f"{field}.{name[:64]}"
         if name not in _MESSAGE_KEYS:
             raise RequestError(f"{shown} is not supported", field=shown, code="unsupported_parameter")
-        if name != "content" and not isinstance(value, str):
+        if name not in ("content", "tool_calls") and not isinstance(value, str):
             raise RequestError(f"{shown} must be a string", field=shown)
     check_role(present, field)
+    if "tool_calls" in present:
+        shown = f"{field}.tool_calls"
+        if present["role"] != "assistant":
+            raise RequestError(f"{shown}: only messages of the assistant call tools", field=shown)
+        if not present["tool_calls"]:
+            del present["tool_calls"]
     return present
 
 

@@ -8,12 +8,15 @@ from typing import Any
 
 from ..errors import EngineError, PeltonError
 from .outputs import Delta, TokenLogprob
-from .protocol_call import ApiContext, Call
+from .protocol_call import Call
+from .protocol_context import ApiContext
 from .protocol_logprobs import CompletionLogprobs, chat_logprobs, prompt_logprobs
+from .protocol_message import MessageBuilder, rank_by_mean
 
 
 @dataclass(slots=True)
 class _Choice:
+    message: MessageBuilder
     logprob_format: CompletionLogprobs | None = None
     texts: list[str] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
@@ -33,9 +36,9 @@ class _Prompt:
 class Reply:
     """Gathers the deltas of `call`. `created` is Unix time in seconds.
 
-    Finish reasons are OpenAI's `stop` and `length`, and `deadline` where a request had one. An engine error
-    or an abort sets `error` and ends the call: it has no body then, and aborting its other requests is up to
-    the caller. Log-probabilities have an entry for every sampled token, so also for an ending one that the
+    Finish reasons are OpenAI's `stop`, `length` and `tool_calls`, and `deadline` where a request had one. An
+    engine error or an abort sets `error` and ends the call: it has no body then, and aborting its other requests
+    is up to the caller. Log-probabilities have an entry for every sampled token, so also for an ending one that the
     text does not show, as in vLLM. Extensions to OpenAI's objects: `stop_reason` (vLLM's), and
     `truncated_prompt_tokens` on each choice whose prompt was cut as `truncate_prompt_tokens` asked (when
     streaming: on its first chunk).
@@ -47,7 +50,10 @@ class Reply:
         self._tokenizer = context.tokenizer
         self._created = created
         self._prompts = [_Prompt() for _ in call.requests]
-        self._choices = [_Choice(self._logprob_format()) for _ in range(call.num_choices)]
+        self._choices = [
+            _Choice(MessageBuilder(call.answer_format, call.call_id, index), self._logprob_format())
+            for index in range(call.num_choices)
+        ]
         self._num_unfinished = call.num_choices
         self._number_of_request = {request.request_id: i for i, request in enumerate(call.requests)}
 
@@ -78,21 +84,28 @@ class Reply:
 
     def body(self) -> dict[str, Any]:
         """The whole response. Only when `is_done` and without `error`."""
-        choices = []
-        for index, choice in enumerate(self._choices):
-            number = index // self.call.num_choices_per_prompt
-            text = "".join(choice.texts)
-            shown = (
-                self._chat_choice(choice, text)
-                if self.call.is_chat
-                else self._text_choice(choice, text, number)
-            )
-            choices.append({"index": index, **shown, **self._ending(choice), **self._truncation(number)})
+        choices: list[dict[str, Any]] = []
+        for number in range(len(self._prompts)):
+            for choice in self._shown_choices(number):
+                shown = self._chat_choice(choice) if self.call.is_chat else self._text_choice(choice, number)
+                ending = {**self._ending(choice), **self._truncation(number)}
+                if not self.call.is_chat and self.call.num_prompt_logprobs is not None:
+                    ending["prompt_logprobs"] = self._prompt_logprobs(number, self.call.num_prompt_logprobs)
+                choices.append({"index": len(choices), **shown, **ending})
         body = self._envelope("chat.completion" if self.call.is_chat else "text_completion", choices)
         body["usage"] = self._usage()
-        if self.call.num_prompt_logprobs is not None:
-            self._add_prompt_logprobs(body, self.call.num_prompt_logprobs)
+        if self.call.is_chat and self.call.num_prompt_logprobs is not None:
+            body["prompt_logprobs"] = self._prompt_logprobs(0, self.call.num_prompt_logprobs)
         return body
+
+    def _shown_choices(self, number: int) -> list[_Choice]:
+        """The choices of a prompt that the answer has, in its order."""
+        size = self.call.num_choices_per_prompt
+        choices = self._choices[number * size : (number + 1) * size]
+        if self.call.num_best is None:
+            return choices
+        ranked = rank_by_mean([entry.logprob for entry in choice.logprobs] for choice in choices)
+        return [choices[rank] for rank in ranked[: self.call.num_best]]
 
     @property
     def _echoes_logprobs(self) -> bool:
@@ -114,6 +127,8 @@ class Reply:
         if not self.call.stream:
             choice.texts.append(delta.text)
             choice.logprobs.extend(delta.logprobs)
+            if self.call.is_chat:
+                choice.message.feed(delta.text, is_last=delta.finish_reason is not None)
         if delta.finish_reason is not None:
             choice.finish_reason = delta.finish_reason
             choice.stop_reason = delta.stop_reason
@@ -142,15 +157,26 @@ class Reply:
         return chunks
 
     def _chat_deltas(self, choice: _Choice, delta: Delta) -> list[dict[str, Any]]:
-        """The role alone, then text, then the finish reason with an empty delta: the order OpenAI keeps."""
+        """The role alone, then what the text holds, then the finish reason with an empty delta: the order OpenAI keeps.
+
+        Log-probabilities of text that the parser holds back go with what comes next.
+        """
         shown: list[dict[str, Any]] = []
         nothing = {"logprobs": None, "finish_reason": None}
         if not choice.is_started:
-            shown.append({"delta": {"role": "assistant", "content": ""}, **nothing})
-        if delta.text or (delta.logprobs and self.call.num_logprobs is not None):
-            logprobs = self._chat_logprobs(delta.logprobs)
-            shown.append({"delta": {"content": delta.text}, "logprobs": logprobs, "finish_reason": None})
-        if choice.finish_reason is not None:
+            shown.append({"delta": choice.message.first_delta, **nothing})
+        is_last = choice.finish_reason is not None
+        parts = choice.message.feed(delta.text, is_last=is_last)
+        if self.call.num_logprobs is not None:
+            choice.logprobs.extend(delta.logprobs)
+            if choice.logprobs and not parts and (is_last or self.call.answer_format.is_plain):
+                parts = [{"content": ""}]
+        for part in parts:
+            shown.append(
+                {"delta": part, "logprobs": self._chat_logprobs(choice.logprobs), "finish_reason": None}
+            )
+            choice.logprobs = []
+        if is_last:
             shown.append({"delta": {}, "logprobs": None, **self._ending(choice)})
         return shown
 
@@ -164,7 +190,8 @@ class Reply:
             shown = choice.logprob_format.format(token_ids, entries)
         return [{"text": text, "logprobs": shown, **self._ending(choice)}]
 
-    def _text_choice(self, choice: _Choice, text: str, number: int) -> dict[str, Any]:
+    def _text_choice(self, choice: _Choice, number: int) -> dict[str, Any]:
+        text = "".join(choice.texts)
         text, token_ids, entries = self._text_part(number, text, choice.logprobs, echo=self.call.echo)
         logprob_format = self._logprob_format()
         logprobs = logprob_format.format(token_ids, entries) if logprob_format is not None else None
@@ -183,28 +210,25 @@ class Reply:
         prompt_ids = self.call.requests[number].prompt_token_ids
         return text, [*prompt_ids, *token_ids], [*(self._prompts[number].logprobs or ()), *logprobs]
 
-    def _chat_choice(self, choice: _Choice, text: str) -> dict[str, Any]:
-        message = {"role": "assistant", "content": text, "refusal": None}
-        return {"message": message, "logprobs": self._chat_logprobs(choice.logprobs)}
+    def _chat_choice(self, choice: _Choice) -> dict[str, Any]:
+        return {"message": choice.message.message(), "logprobs": self._chat_logprobs(choice.logprobs)}
 
     def _chat_logprobs(self, entries: Sequence[TokenLogprob]) -> dict[str, Any] | None:
         return None if self.call.num_logprobs is None else chat_logprobs(self._tokenizer, entries)
 
     def _ending(self, choice: _Choice) -> dict[str, Any]:
-        return {"finish_reason": choice.finish_reason, "stop_reason": choice.stop_reason}
+        reason = choice.finish_reason
+        if self.call.is_chat:
+            reason = choice.message.finish_reason(reason)
+        return {"finish_reason": reason, "stop_reason": choice.stop_reason}
 
     def _truncation(self, number: int) -> dict[str, int]:
         cut = self.call.num_truncated_tokens[number] if self.call.num_truncated_tokens else 0
         return {"truncated_prompt_tokens": cut} if cut else {}
 
-    def _add_prompt_logprobs(self, body: dict[str, Any], num_top: int) -> None:
+    def _prompt_logprobs(self, number: int, num_top: int) -> list[dict[str, Any] | None]:
         """On each choice of a completion, on the response of a chat: where vLLM puts them."""
-        shown = [prompt_logprobs(self._tokenizer, prompt.logprobs or (), num_top) for prompt in self._prompts]
-        if self.call.is_chat:
-            body["prompt_logprobs"] = shown[0]
-            return
-        for choice in body["choices"]:
-            choice["prompt_logprobs"] = shown[choice["index"] // self.call.num_choices_per_prompt]
+        return prompt_logprobs(self._tokenizer, self._prompts[number].logprobs or (), num_top)
 
     def _usage(self) -> dict[str, Any]:
         num_prompt_tokens = sum(request.num_prompt_tokens for request in self.call.requests)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
+
+import numpy as np
 
 from ..errors import RequestError
 from .structured import Grammar, StructuredOutput
@@ -13,6 +15,11 @@ MAX_NUM_CHOICES = 128
 MAX_NUM_STOPS = 64
 MAX_STOP_CHARS = 1024
 MAX_NUM_LOGPROBS = 64
+
+LogitsProcessor = Callable[[tuple[int, ...], tuple[int, ...], np.ndarray], np.ndarray]
+"""From the prompt's tokens, the output's so far and the next token's logits `[vocab_size]` float32, which it may
+overwrite, to the logits in their place. A pure function: it may be asked for any position, and again.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +31,9 @@ class SamplingParams:
     when the request is admitted. `logprobs` / `prompt_logprobs` k return the chosen token's log-probability and
     the k most likely ones. `seed` makes a request's tokens a function of the request alone. `num_draft_tokens` caps
     what is drafted for it in a step, 0 is no speculation (None: the engine's own number). `structured_output` is the
-    form that the output must have. Raises `RequestError` naming the field.
+    form that the output must have. `logits_processors` change the logits before bias and penalties.
+    `shown_special_tokens` are ids whose text stays in the output in spite of `skip_special_tokens`. Raises
+    `RequestError` naming the field.
     """
 
     n: int = 1
@@ -48,12 +57,20 @@ class SamplingParams:
     skip_special_tokens: bool = True
     num_draft_tokens: int | None = None
     structured_output: StructuredOutput | None = None
+    logits_processors: tuple[LogitsProcessor, ...] = ()
+    shown_special_tokens: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop
         object.__setattr__(self, "stop", _tuple("stop", stop, "a string or a list of strings"))
         ids = _tuple("stop_token_ids", self.stop_token_ids, "a list of token ids")
         object.__setattr__(self, "stop_token_ids", ids)
+        processors = _tuple("logits_processors", self.logits_processors, "a list of functions")
+        object.__setattr__(self, "logits_processors", processors)
+        if not all(map(callable, processors)):
+            raise RequestError("logits_processors: each must be a function", field="logits_processors")
+        shown = _tuple("shown_special_tokens", self.shown_special_tokens, "a list of token ids")
+        object.__setattr__(self, "shown_special_tokens", shown)
         bias = {} if self.logit_bias is None else self.logit_bias
         if not isinstance(bias, Mapping):
             raise RequestError(
@@ -121,9 +138,10 @@ def _check_stops(p: SamplingParams) -> None:
             raise RequestError(
                 f"stop: each must be a string of 1 to {MAX_STOP_CHARS} characters", field="stop"
             )
-    for t in p.stop_token_ids:
-        if isinstance(t, bool) or not isinstance(t, int) or t < 0:
-            raise RequestError(f"stop_token_ids: {_shown(t)} is not a token id", field="stop_token_ids")
+    for name in ("stop_token_ids", "shown_special_tokens"):
+        for t in getattr(p, name):
+            if isinstance(t, bool) or not isinstance(t, int) or t < 0:
+                raise RequestError(f"{name}: {_shown(t)} is not a token id", field=name)
 
 
 def _require_int(name: str, value: object, low: int, high: int | None) -> None:

@@ -1,17 +1,30 @@
-"""Choosing the next token of every sequence of a step.
+"""Choosing the next tokens of every sequence of a step.
 
 The order of processing is vLLM's (its `v1/sample/sampler.py`):
 
 1. log-probabilities, when asked for, of the logits as the model gave them;
-2. below `min_tokens`, EOS and `stop_token_ids` are masked;
-3. `logit_bias` is added;
-4. penalties: repetition, then frequency, then presence;
-5. greedy requests (temperature below 1e-5) take the largest logit, of equal ones the lowest id;
-6. others draw from the distribution after temperature, min_p, top_k and top_p.
+2. tokens that the form of a structured output does not allow are masked;
+3. below `min_tokens`, EOS and `stop_token_ids` are masked;
+4. the request's logit processors, in their order;
+5. `logit_bias` is added;
+6. penalties: repetition, then frequency, then presence;
+7. greedy requests (temperature below 1e-5) take the largest logit, of equal ones the lowest id;
+8. others draw from the distribution after temperature, min_p, top_k and top_p.
 
 Every row is processed on its own, and a draw takes one uniform number that is a function of the request's
 seed, the choice's index and the output position. So a request's tokens depend on nothing but its own logits:
 not on batch mates, place in the batch, preemption or the steps that led there.
+
+Drafted tokens are verified row by row, each row processed with the drafted tokens before it in place:
+
+- A token that was chosen is accepted if the row, sampled as ever, gives that token. It is so with probability p(token),
+  which is what rejection sampling gives for a draft that is certain of its token, and the tokens that come out are the
+  very same as without the draft.
+- A token that was drawn from q is accepted with probability min(1, p / q); else the row's token is drawn from
+  max(0, p - q), normalised (Leviathan et al. 2023, "Fast Inference from Transformers via Speculative Decoding",
+  appendix A.1; Chen et al. 2023). What comes out has the distribution p.
+
+The first token that is not the drafted one ends it; a whole accepted draft is followed by one token more.
 """
 
 from __future__ import annotations
@@ -19,6 +32,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -28,6 +42,7 @@ from .outputs import TokenEvent, TokenLogprob
 from .penalties import TokenCounts, has_penalties
 from .request import SamplingParams
 from .sequence import Sequence
+from .speculate.draft import NO_DRAFT, Draft
 from .truncation import draw, processed_weights
 
 # Lower log-probabilities, down to the -inf of masked tokens, are reported as this value: JSON has no -inf.
@@ -39,6 +54,24 @@ GREEDY_BELOW = 1e-5
 # Why a row gives no token.
 POISONED = "the model's logits are NaN or infinite"
 NOTHING_LEFT = "min_tokens, logit_bias and penalties leave no finite logit"
+
+
+# Of the uniform numbers of one output position: the draw, whether a drawn draft is accepted, the draw where it is not.
+_DRAW, _ACCEPT, _LEFTOVER = range(3)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Verification:
+    """What a step found out for `sequence`: row `row + j` of the logits follows the first j tokens of `draft`.
+
+    `mask` `[1 + len(draft), ceil(vocab_size / 32)]` int32 has a bit for each token that may follow there, lowest first
+    (None: all). Without a draft this is sampling.
+    """
+
+    sequence: Sequence
+    row: int
+    draft: Draft = NO_DRAFT
+    mask: np.ndarray | None = None
 
 
 class Sampler(Protocol):
@@ -54,14 +87,12 @@ class Sampler(Protocol):
         """
         ...
 
-    def sample(
-        self, logits: Any, sequences: Seq[Sequence], rows: Seq[int] | None = None
-    ) -> list[TokenEvent | EngineError]:
-        """The next token of `sequences[i]` from row `rows[i]` (None: row i) of `logits` `[N, vocab_size]` float32,
-        which stay unchanged.
+    def verify(self, logits: Any, verifications: Seq[Verification]) -> list[list[TokenEvent | EngineError]]:
+        """The next tokens of each sequence from `logits` `[N, vocab_size]` float32, which stay unchanged.
 
-        `request.params.seed` must be set unless the request is greedy. A row without a largest finite logit
-        (NaN, +inf, or all -inf) gives an `EngineError` in its place; the other rows are not affected.
+        That is the accepted beginning of its draft and one token more, in its place an `EngineError` where the row has
+        no largest finite logit (NaN, +inf, or all -inf). The other sequences are not affected. `request.params.seed`
+        must be set unless the request is greedy.
         """
         ...
 
@@ -91,22 +122,17 @@ class HostSampler:
     def validate(self, params: SamplingParams) -> None:
         check_vocabulary(params, self._vocab_size)
 
-    def sample(
-        self, logits: np.ndarray, sequences: Seq[Sequence], rows: Seq[int] | None = None
-    ) -> list[TokenEvent | EngineError]:
-        if rows is not None and list(rows) != list(range(len(logits))):
-            logits = logits[list(rows)]
-        if logits.shape != (len(sequences), self._vocab_size):
-            raise ValueError(f"logits of shape {logits.shape} for {len(sequences)} x {self._vocab_size}")
-        if not sequences:
+    def verify(
+        self, logits: np.ndarray, verifications: Seq[Verification]
+    ) -> list[list[TokenEvent | EngineError]]:
+        if logits.shape[1:] != (self._vocab_size,):
+            raise ValueError(f"logits of shape {logits.shape} for a vocabulary of {self._vocab_size}")
+        if not verifications:
             return []
         best = logits.argmax(axis=1)
         # argmax puts NaN above all else, so the maximum tells whether the row holds one.
-        is_valid = np.isfinite(logits[np.arange(len(sequences)), best])
-        return [
-            self._sample_row(row, int(token_id), sequence) if valid else no_token(sequence, POISONED)
-            for row, token_id, valid, sequence in zip(logits, best, is_valid, sequences, strict=True)
-        ]
+        is_valid = np.isfinite(logits[np.arange(len(logits)), best])
+        return [self._verify_one(logits, best, is_valid, verification) for verification in verifications]
 
     def prompt_logprobs(self, logits: np.ndarray, token_ids: Seq[int], num_top: int) -> list[TokenLogprob]:
         return [_logprob(row, token_id, num_top) for row, token_id in zip(logits, token_ids, strict=True)]
@@ -114,43 +140,132 @@ class HostSampler:
     def forget(self, sequence: Sequence) -> None:
         self._counts.pop(sequence, None)
 
-    def _sample_row(self, row: np.ndarray, best: int, sequence: Sequence) -> TokenEvent | EngineError:
-        params = sequence.request.params
-        processed = self._process(row, sequence)
-        if processed is not None:
-            best = int(processed.argmax())
-            if not np.isfinite(processed[best]):
-                return no_token(sequence, NOTHING_LEFT)
-        if params.temperature < GREEDY_BELOW:
-            token_id = best
-        else:
-            if params.seed is None:
-                raise ValueError(f"request {sequence.request.request_id} samples without a seed")
-            uniform = uniform_at(params.seed, sequence.index, sequence.num_output_tokens)
-            token_id = draw(processed_weights(row if processed is None else processed, params), uniform)
-        logprob = None if params.logprobs is None else _logprob(row, token_id, params.logprobs)
-        return TokenEvent(token_id, logprob)
+    def _verify_one(
+        self, logits: np.ndarray, best: np.ndarray, is_valid: np.ndarray, verification: Verification
+    ) -> list[TokenEvent | EngineError]:
+        sequence, draft = verification.sequence, verification.draft
+        counts = self._counts_of(sequence)
+        events: list[TokenEvent | EngineError] = []
+        pushed: list[int] = []
+        for place in range(len(draft) + 1):
+            row = verification.row + place
+            if not is_valid[row]:
+                events.append(no_token(sequence, POISONED, place))
+                break
+            mask = None if verification.mask is None else verification.mask[place]
+            try:
+                processed = self._process(logits[row], sequence, draft.token_ids[:place], mask, counts)
+            except RequestError as error:
+                events.append(no_token(sequence, str(error), place))
+                break
+            likeliest = int(best[row]) if processed is None else int(processed.argmax())
+            if processed is not None and not np.isfinite(processed[likeliest]):
+                events.append(no_token(sequence, NOTHING_LEFT, place))
+                break
+            token_id = self._choose(
+                logits[row] if processed is None else processed, likeliest, sequence, draft, place
+            )
+            num_top = sequence.request.params.logprobs
+            logprob = None if num_top is None else _logprob(logits[row], token_id, num_top)
+            events.append(TokenEvent(token_id, logprob))
+            if place == len(draft) or token_id != draft.token_ids[place]:
+                break
+            if counts is not None:
+                counts.push(token_id)
+                pushed.append(token_id)
+        for token_id in reversed(pushed):  # counted for good when they have joined the sequence
+            counts.pop(token_id)  # type: ignore[union-attr]
+        return events
 
-    def _process(self, row: np.ndarray, sequence: Sequence) -> np.ndarray | None:
-        """A processed copy of `row`, or None where nothing applies to it."""
+    def _choose(self, row: np.ndarray, likeliest: int, sequence: Sequence, draft: Draft, place: int) -> int:
+        """The token of a processed row, `place` tokens into the draft."""
         params = sequence.request.params
-        is_short = sequence.num_output_tokens < params.min_tokens
-        penalised = has_penalties(params)
-        if not (is_short or params.logit_bias or penalised):
+        if params.temperature < GREEDY_BELOW:
+            return likeliest
+        if params.seed is None:
+            raise ValueError(f"request {sequence.request.request_id} samples without a seed")
+        seed, index, position = params.seed, sequence.index, sequence.num_output_tokens + place
+        weights = processed_weights(row, params)
+        if draft.probs is None or place == len(draft):
+            return draw(weights, uniform_at(seed, index, position))
+        return accept_or_redraw(
+            weights,
+            draft.probs[place],
+            draft.token_ids[place],
+            uniform_at(seed, index, position, _ACCEPT),
+            uniform_at(seed, index, position, _LEFTOVER),
+        )
+
+    def _counts_of(self, sequence: Sequence) -> TokenCounts | None:
+        """Up to date; None for a sequence without penalties."""
+        if not has_penalties(sequence.request.params):
             return None
-        row = row.copy()
+        counts = self._counts.get(sequence)
+        if counts is None:
+            counts = self._counts[sequence] = TokenCounts(sequence)
+        counts.update(sequence)
+        return counts
+
+    def _process(
+        self,
+        row: np.ndarray,
+        sequence: Sequence,
+        drafted: tuple[int, ...],
+        mask: np.ndarray | None,
+        counts: TokenCounts | None,
+    ) -> np.ndarray | None:
+        """A processed copy of `row`, which follows `drafted`; None where nothing applies to it."""
+        params = sequence.request.params
+        is_short = sequence.num_output_tokens + len(drafted) < params.min_tokens
+        is_changed = mask is not None or is_short or params.logit_bias or params.logits_processors
+        if not is_changed and counts is None:
+            return None
+        row = row.copy() if mask is None else np.where(allowed_tokens(mask, len(row)), row, -np.inf)
         if is_short:
             row[self._eos_token_ids] = -np.inf
             row[list(params.stop_token_ids)] = -np.inf
+        if params.logits_processors:
+            row = _run_processors(row, sequence, drafted)
         if params.logit_bias:
             row[list(params.logit_bias)] += np.array(list(params.logit_bias.values()), np.float32)
-        if penalised:
-            counts = self._counts.get(sequence)
-            if counts is None:
-                counts = self._counts[sequence] = TokenCounts(sequence)
-            counts.update(sequence)
+        if counts is not None:
             counts.apply(row, params)
         return row
+
+
+def _run_processors(row: np.ndarray, sequence: Sequence, drafted: tuple[int, ...]) -> np.ndarray:
+    """Raises `RequestError` where the user's code fails."""
+    output = (*sequence.output_token_ids, *drafted)
+    for processor in sequence.request.params.logits_processors:
+        try:
+            result = np.asarray(processor(sequence.request.prompt_token_ids, output, row), np.float32)
+        except Exception as error:
+            raise RequestError(f"logits_processors: {type(error).__name__}: {error}") from error
+        if result.shape != row.shape or np.isnan(result).any() or np.isposinf(result).any():
+            raise RequestError(
+                f"logits_processors: the result must be logits of shape {row.shape} without NaN and +inf"
+            )
+        row = result
+    return row
+
+
+def allowed_tokens(mask: np.ndarray, vocab_size: int) -> np.ndarray:
+    """`[vocab_size]` bool of the bits of `mask` `[ceil(vocab_size / 32)]` int32."""
+    return np.unpackbits(mask.view(np.uint8), count=vocab_size, bitorder="little").view(np.bool_)
+
+
+def accept_or_redraw(
+    weights: np.ndarray, probs: np.ndarray, token_id: int, accept: float, leftover: float
+) -> int:
+    """`token_id`, which was drawn from `probs`, or in its place another, such that the result has the distribution of
+    `weights` (not normalised) for `accept` and `leftover` even in [0, 1).
+    """
+    target = weights / weights.sum(dtype=np.float64)
+    if accept * float(probs[token_id]) < target[token_id]:
+        return token_id
+    rest = np.maximum(target - probs, 0.0)
+    # Where rounding leaves nothing, target and draft are equal but for it.
+    return draw(rest, leftover) if rest.any() else token_id
 
 
 def ids_within(vocab_size: int, token_ids: Iterable[int]) -> list[int]:
@@ -175,9 +290,10 @@ def check_vocabulary(params: SamplingParams, vocab_size: int) -> None:
             )
 
 
-def uniform_at(seed: int, index: int, position: int) -> float:
+def uniform_at(seed: int, index: int, position: int, purpose: int = _DRAW) -> float:
     """A number in [0, 1), evenly distributed, that is a function of its arguments (53 bits of BLAKE2b)."""
-    counter = b"".join(value.to_bytes(9, "little", signed=True) for value in (seed, index, position))
+    values = (seed, index, position) if purpose == _DRAW else (seed, index, position, purpose)
+    counter = b"".join(value.to_bytes(9, "little", signed=True) for value in values)
     digest = hashlib.blake2b(counter, digest_size=8).digest()
     return (int.from_bytes(digest, "little") >> 11) * 2.0**-53
 
@@ -216,7 +332,7 @@ def floored(logprob: float) -> float:
     return min(max(logprob, LOGPROB_FLOOR), 0.0)
 
 
-def no_token(sequence: Sequence, cause: str) -> EngineError:
-    return EngineError(
-        f"request {sequence.request.request_id}, output token {sequence.num_output_tokens}: {cause}"
-    )
+def no_token(sequence: Sequence, cause: str, num_drafted: int = 0) -> EngineError:
+    """Why `sequence` has no token behind the first `num_drafted` of its draft."""
+    position = sequence.num_output_tokens + num_drafted
+    return EngineError(f"request {sequence.request.request_id}, output token {position}: {cause}")

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Protocol
 
 import numpy as np
@@ -26,14 +27,18 @@ from .sampler import (
     GREEDY_BELOW,
     NOTHING_LEFT,
     POISONED,
+    HostSampler,
+    Verification,
     check_vocabulary,
     ids_within,
     no_token,
 )
-from .sampler_pass import IS_POISONED, Parameters, SamplingPass, bring, is_masked
+from .sampler_pass import IS_POISONED, Parameters, RowTask, SamplingPass, bring
 from .sampler_sizes import (
     BIAS_PARAMETERS,
     COUNT_PARAMETERS,
+    DRAFTED_PARAMETERS,
+    FORM_WORD_PARAMETERS,
     MASK_PARAMETERS,
     ROW_PARAMETERS,
     SCORED_LOGIT,
@@ -43,8 +48,6 @@ from .sampler_sizes import (
 from .sequence import Sequence
 
 Work = Callable[[Tensor, Tensor], None]
-
-_Member = tuple[int, int, Sequence]  # place in the batch, row of the logits, sequence
 
 
 class Transfer(Protocol):
@@ -122,6 +125,7 @@ class DeviceSampler:
     ) -> None:
         self._vocab_size = vocab_size
         self._eos_token_ids = ids_within(vocab_size, eos_token_ids)
+        self._host = HostSampler(vocab_size, self._eos_token_ids)
         self._transfer = transfer
         self._sizes = sizes or sampler_sizes(vocab_size, 256)
         self._counts = CountSlots(self._sizes.num_count_slots, vocab_size)
@@ -130,26 +134,27 @@ class DeviceSampler:
     def validate(self, params: SamplingParams) -> None:
         check_vocabulary(params, self._vocab_size)
 
-    def sample(
-        self, logits: np.ndarray | Tensor, sequences: Seq[Sequence], rows: Seq[int] | None = None
-    ) -> list[TokenEvent | EngineError]:
-        rows = range(len(logits)) if rows is None else rows
-        if len(rows) != len(sequences) or logits.shape[1:] != (self._vocab_size,):
-            raise ValueError(
-                f"logits of shape {tuple(logits.shape)} for {len(sequences)} x {self._vocab_size}"
-            )
-        if not sequences:
-            return []
-        if not 0 <= min(rows) <= max(rows) < len(logits):
-            raise ValueError(f"rows {min(rows)} to {max(rows)} of {len(logits)}")
-        transfer = self._transfer_for(logits)
-        if self._may_scan(logits, len(rows), transfer.device) and all(map(_is_plain, sequences)):
-            return self._take_largest(logits, sequences, rows, transfer)
-        events: dict[int, TokenEvent | EngineError] = {}
-        left = list(zip(range(len(sequences)), rows, sequences, strict=True))[::-1]
-        while left:
-            events |= self._run_pass(logits, self._next_members(left), transfer)
-        return [events[place] for place in range(len(sequences))]
+    def verify(
+        self, logits: np.ndarray | Tensor, verifications: Seq[Verification]
+    ) -> list[list[TokenEvent | EngineError]]:
+        if logits.shape[1:] != (self._vocab_size,):
+            raise ValueError(f"logits of shape {tuple(logits.shape)} for a vocabulary of {self._vocab_size}")
+        tasks: list[RowTask] = []
+        for one in verifications:
+            if _needs_host(one):
+                continue
+            for place in range(len(one.draft) + 1):
+                mask = None if one.mask is None else one.mask[place]
+                tasks.append(
+                    RowTask(len(tasks), one.row + place, one.sequence, one.draft.token_ids[:place], mask)
+                )
+        events = iter(self._choose(logits, tasks))
+        return [
+            self._verify_on_host(logits, one)
+            if _needs_host(one)
+            else _accepted([next(events) for _ in range(len(one.draft) + 1)], one.draft.token_ids)
+            for one in verifications
+        ]
 
     def prompt_logprobs(
         self, logits: np.ndarray | Tensor, token_ids: Seq[int], num_top: int
@@ -164,6 +169,7 @@ class DeviceSampler:
 
     def forget(self, sequence: Sequence) -> None:
         self._counts.forget(sequence)
+        self._host.forget(sequence)
 
     def release(self) -> None:
         """Give back the memory for counts; it is taken and filled again when it is needed."""
@@ -177,13 +183,35 @@ class DeviceSampler:
             )
         return self._transfer
 
+    def _verify_on_host(
+        self, logits: np.ndarray | Tensor, one: Verification
+    ) -> list[TokenEvent | EngineError]:
+        rows = logits[one.row : one.row + len(one.draft) + 1]
+        on_host = rows.cpu().numpy() if isinstance(rows, Tensor) else rows
+        return self._host.verify(on_host, [replace(one, row=0)])[0]
+
+    def _choose(self, logits: np.ndarray | Tensor, tasks: Seq[RowTask]) -> list[TokenEvent | EngineError]:
+        if not tasks:
+            return []
+        rows = [task.row for task in tasks]
+        if not 0 <= min(rows) <= max(rows) < len(logits):
+            raise ValueError(f"rows {min(rows)} to {max(rows)} of {len(logits)}")
+        transfer = self._transfer_for(logits)
+        if self._may_scan(logits, len(rows), transfer.device) and all(map(_is_plain, tasks)):
+            return self._take_largest(logits, tasks, transfer)
+        events: dict[int, TokenEvent | EngineError] = {}
+        left = list(tasks)[::-1]
+        while left:
+            events |= self._run_pass(logits, self._next_tasks(left), transfer)
+        return [events[task.place] for task in tasks]
+
     def _may_scan(self, logits: np.ndarray | Tensor, num_rows: int, device: torch.device) -> bool:
         """Whether all rows may be looked at for `num_rows` of them."""
         is_there = isinstance(logits, Tensor) and logits.device == device
         return is_there and len(logits) <= min(2 * num_rows, self._sizes.max_rows)
 
     def _take_largest(
-        self, logits: np.ndarray | Tensor, sequences: Seq[Sequence], rows: Seq[int], transfer: Transfer
+        self, logits: np.ndarray | Tensor, tasks: Seq[RowTask], transfer: Transfer
     ) -> list[TokenEvent | EngineError]:
         """Greedy requests and nothing else: no parameters, no copy of the logits."""
 
@@ -194,38 +222,42 @@ class DeviceSampler:
             results.copy_(torch.where(torch.isfinite(largest), chosen, IS_POISONED))
 
         tokens = transfer.run(np.zeros(0, np.uint8), len(logits), work).tolist()
-        return [_event(tokens[row], sequence) for row, sequence in zip(rows, sequences, strict=True)]
+        return [_event(tokens[task.row], task) for task in tasks]
 
-    def _next_members(self, left: list[_Member]) -> list[_Member]:
+    def _next_tasks(self, left: list[RowTask]) -> list[RowTask]:
         """Take from the end of `left` as many as a pass holds."""
-        sizes, members = self._sizes, [left.pop()]
-        num_bytes = self._parameter_bytes(members[0][2])
-        num_counted = int(has_penalties(members[0][2].request.params))
-        while left and len(members) < sizes.max_rows:
-            sequence = left[-1][2]
-            num_bytes += self._parameter_bytes(sequence)
-            num_counted += has_penalties(sequence.request.params)
-            if num_bytes > sizes.parameter_bytes or num_counted > sizes.num_count_slots:
+        sizes, tasks = self._sizes, [left.pop()]
+        num_bytes = self._parameter_bytes(tasks[0])
+        counted = {task.sequence for task in tasks if has_penalties(task.params)}
+        while left and len(tasks) < sizes.max_rows:
+            task = left[-1]
+            num_bytes += self._parameter_bytes(task)
+            if has_penalties(task.params):
+                counted.add(task.sequence)
+            if num_bytes > sizes.parameter_bytes or len(counted) > sizes.num_count_slots:
                 break
-            members.append(left.pop())
-        return members
+            tasks.append(left.pop())
+        return tasks
 
-    def _parameter_bytes(self, sequence: Sequence) -> int:
-        """What a sequence adds to a pass's parameters at most."""
-        params = sequence.request.params
+    def _parameter_bytes(self, task: RowTask) -> int:
+        """What a row adds to a pass's parameters at most."""
+        params = task.params
         num_bytes = ROW_PARAMETERS + BIAS_PARAMETERS * len(params.logit_bias)
-        if is_masked(sequence):
+        if task.mask is not None:
+            num_bytes += FORM_WORD_PARAMETERS * len(task.mask)
+        if task.is_short:
             num_bytes += MASK_PARAMETERS * len({*self._eos_token_ids, *params.stop_token_ids})
         if has_penalties(params):
-            num_bytes += COUNT_PARAMETERS * self._counts.max_increments(sequence)
+            num_bytes += COUNT_PARAMETERS * self._counts.max_increments(task.sequence)
+            num_bytes += DRAFTED_PARAMETERS * len(task.drafted)
         return num_bytes
 
     def _run_pass(
-        self, logits: np.ndarray | Tensor, members: Seq[_Member], transfer: Transfer
+        self, logits: np.ndarray | Tensor, tasks: Seq[RowTask], transfer: Transfer
     ) -> dict[int, TokenEvent | EngineError]:
-        """The events of `members` by their places in the batch."""
+        """The events of `tasks` by their places."""
         try:
-            once = SamplingPass(members, self._vocab_size, self._eos_token_ids, self._sizes, self._counts)
+            once = SamplingPass(tasks, self._vocab_size, self._eos_token_ids, self._sizes, self._counts)
 
             def work(parameters: Tensor, results: Tensor) -> None:
                 table = self._counts_on(results.device) if once.is_counting else None
@@ -235,14 +267,14 @@ class DeviceSampler:
         except BaseException:
             self._counts.clear()  # nobody knows how far it came
             raise
-        sequences = {place: sequence for place, _, sequence in members}
+        task_at = {task.place: task for task in tasks}
         tokens = results[: len(once.order)].tolist()
-        wanted = [sequences[once.order[i]].request.params.logprobs or 0 for i in once.scored]
+        wanted = [task_at[once.order[i]].params.logprobs or 0 for i in once.scored]
         scores = results[len(tokens) :].reshape(-1, score_width(once.num_top))
         logprobs = read_scores(scores, [tokens[i] for i in once.scored], wanted, self._vocab_size)
         logprob_at = dict(zip(once.scored, logprobs, strict=True))
         return {
-            place: _event(token, sequences[place], logprob_at.get(i))
+            place: _event(token, task_at[place], logprob_at.get(i))
             for i, (place, token) in enumerate(zip(once.order, tokens, strict=True))
         }
 
@@ -274,17 +306,34 @@ class DeviceSampler:
         return [logprob for logprob in logprobs if logprob is not None]
 
 
-def _event(token: int, sequence: Sequence, logprob: TokenLogprob | None = None) -> TokenEvent | EngineError:
+def _event(token: int, task: RowTask, logprob: TokenLogprob | None = None) -> TokenEvent | EngineError:
     if token < 0:
-        return no_token(sequence, POISONED if token == IS_POISONED else NOTHING_LEFT)
+        cause = POISONED if token == IS_POISONED else NOTHING_LEFT
+        return no_token(task.sequence, cause, len(task.drafted))
     return TokenEvent(token, logprob)
 
 
-def _is_plain(sequence: Sequence) -> bool:
+def _accepted(
+    events: list[TokenEvent | EngineError], drafted: tuple[int, ...]
+) -> list[TokenEvent | EngineError]:
+    """Those of `events` that count: up to the first that is not the drafted token."""
+    for count, (event, token_id) in enumerate(zip(events, drafted, strict=False), 1):
+        if isinstance(event, EngineError) or event.token_id != token_id:
+            return events[:count]
+    return events
+
+
+def _needs_host(one: Verification) -> bool:
+    """Logit processors are the user's Python; leftover distributions are as wide as the vocabulary."""
+    return bool(one.sequence.request.params.logits_processors) or one.draft.probs is not None
+
+
+def _is_plain(task: RowTask) -> bool:
     """Whether the largest of the model's own logits is all that is asked for."""
-    params = sequence.request.params
+    params = task.params
     return (
         params.temperature < GREEDY_BELOW
         and params.logprobs is None
-        and not (params.logit_bias or is_masked(sequence) or has_penalties(params))
+        and task.mask is None
+        and not (params.logit_bias or task.is_short or has_penalties(params))
     )

@@ -48,9 +48,32 @@ class Kind(enum.IntEnum):
 _LOGIT_BYTES = {Kind.GREEDY: GREEDY_LOGIT, Kind.DRAWN: DRAWN_LOGIT, Kind.SORTED: SORTED_LOGIT}
 
 
-def is_masked(sequence: Sequence) -> bool:
-    """Whether EOS and stop ids are not to be chosen yet."""
-    return sequence.num_output_tokens < sequence.request.params.min_tokens
+@dataclass(frozen=True, slots=True, eq=False)
+class RowTask:
+    """Choose the token of `sequence` behind `drafted` from row `row` of the logits; `place` is in the caller's list.
+
+    `mask` `[ceil(vocab_size / 32)]` int32: the tokens that may follow (None: all).
+    """
+
+    place: int
+    row: int
+    sequence: Sequence
+    drafted: tuple[int, ...] = ()
+    mask: np.ndarray | None = None
+
+    @property
+    def params(self) -> SamplingParams:
+        return self.sequence.request.params
+
+    @property
+    def position(self) -> int:
+        """Of the token in the output."""
+        return self.sequence.num_output_tokens + len(self.drafted)
+
+    @property
+    def is_short(self) -> bool:
+        """Whether EOS and stop ids are not to be chosen yet."""
+        return self.position < self.params.min_tokens
 
 
 class Section(NamedTuple):
@@ -87,9 +110,7 @@ class Parameters:
 
 
 class _Row(NamedTuple):
-    place: int  # in the caller's batch
-    row: int  # of the logits
-    sequence: Sequence
+    task: RowTask
     kind: Kind
 
 
@@ -100,16 +121,20 @@ class _Chunk:
     start: int
     stop: int
     kind: Kind
+    formed: Section  # rows of the chunk, int32
+    forms: Section  # bits of the tokens that these allow, ceil(V / 32) int32 words each
     masks: Section  # flat int32
     biased: Section  # flat int32
     biases: Section  # float32
     penalised: Section  # rows of the chunk, int32
     slots: Section  # of their counts, int32
+    drafted: Section  # what to count beside, flat int32 of [penalised, V]
     has_min_p: bool
 
     @property
     def is_processed(self) -> bool:
-        return bool(self.masks.length or self.biased.length or self.penalised.length)
+        parts = (self.formed, self.masks, self.biased, self.penalised)
+        return any(part.length for part in parts)
 
 
 # Rows of the float64 matrix of parameters.
@@ -117,7 +142,7 @@ _TEMPERATURE, _MIN_P, _TOP_P, _UNIFORM, _REPETITION = range(5)  # frequency and 
 
 
 class SamplingPass:
-    """Chooses a token for each of `members`, (place in the batch, row of the logits, sequence).
+    """Chooses a token for each of `tasks`.
 
     `counts` is brought up to date on the way. Results `[num_results]` int64: a token, or what is in its place, for each
     of `order`, then the scores of those of `scored`, `score_width(num_top)` each. `is_counting`: there are penalties.
@@ -125,24 +150,23 @@ class SamplingPass:
 
     def __init__(
         self,
-        members: Seq[tuple[int, int, Sequence]],
+        tasks: Seq[RowTask],
         vocab_size: int,
         eos_token_ids: Seq[int],
         sizes: SamplerSizes,
         counts: CountSlots,
     ) -> None:
         self._vocab_size, self._sizes = vocab_size, sizes
-        rows = [_Row(*member, Kind.of(member[2].request.params, vocab_size)) for member in members]
+        rows = [_Row(task, Kind.of(task.params, vocab_size)) for task in tasks]
         rows.sort(key=lambda row: row.kind)
-        self.order = [row.place for row in rows]
-        self._rows = [row.row for row in rows]
+        tasks = [row.task for row in rows]
+        self.order = [task.place for task in tasks]
+        self._rows = [task.row for task in tasks]
         parameters = Parameters()
         self._numbers = parameters.add(_numbers(rows), "float64")
         self._row_ids = parameters.add(self._rows, "int32")
-        self._top_k = parameters.add(
-            [_top_k(row.sequence.request.params, vocab_size) for row in rows], "int32"
-        )
-        penalised = [row.sequence for row in rows if has_penalties(row.sequence.request.params)]
+        self._top_k = parameters.add([_top_k(task.params, vocab_size) for task in tasks], "int32")
+        penalised = list({task.sequence: None for task in tasks if has_penalties(task.params)})
         update = counts.update(penalised)
         self._counts = [
             parameters.add(values, "int32") for values in (update.fresh, update.places, update.increments)
@@ -153,8 +177,8 @@ class SamplingPass:
             _chunk(parameters, rows[start:stop], start, eos_token_ids, vocab_size, slots)
             for start, stop in self._spans(rows)
         ]
-        self.scored = [i for i, row in enumerate(rows) if row.sequence.request.params.logprobs is not None]
-        self.num_top = max((rows[i].sequence.request.params.logprobs or 0 for i in self.scored), default=0)
+        self.scored = [i for i, task in enumerate(tasks) if task.params.logprobs is not None]
+        self.num_top = max((tasks[i].params.logprobs or 0 for i in self.scored), default=0)
         self._scored_ids = parameters.add(self.scored, "int32")
         self.parameters = parameters.pack()
 
@@ -240,8 +264,12 @@ def _choose(
 def _process(
     logits: Tensor, chunk: _Chunk, singles: Tensor, table: Tensor | None, parameters: Tensor
 ) -> None:
-    """What stands before the choice: masks, then biases, then penalties, in place."""
+    """What stands before the choice: forms, masks, biases, penalties, in place."""
     flat = logits.view(-1)
+    if chunk.formed.length:
+        at = chunk.formed.of(parameters).long()
+        words = chunk.forms.of(parameters).view(len(at), -1)
+        logits.index_copy_(0, at, _masked(logits.index_select(0, at), words))
     if chunk.masks.length:
         flat.index_fill_(0, chunk.masks.of(parameters).long(), -torch.inf)
     if chunk.biased.length:
@@ -250,20 +278,30 @@ def _process(
     if chunk.penalised.length and table is not None:
         at = chunk.penalised.of(parameters).long()
         counts = table.index_select(0, chunk.slots.of(parameters))
+        if chunk.drafted.length:
+            places = chunk.drafted.of(parameters).long()
+            counts.view(-1).index_add_(0, places, torch.ones_like(places, dtype=torch.int32))
         penalties = singles[_REPETITION:].index_select(1, at)
         penalise(logits, at, counts, *penalties)
+
+
+def _masked(logits: Tensor, words: Tensor) -> Tensor:
+    """`logits` `[C, V]`, -inf where the bit of `words` `[C, ceil(V / 32)]` int32 is not set."""
+    bits = torch.arange(32, dtype=torch.int32, device=words.device)
+    is_allowed = ((words[:, :, None] >> bits) & 1).view(len(words), -1)[:, : logits.shape[1]]
+    return logits.masked_fill(is_allowed == 0, -torch.inf)
 
 
 def _numbers(rows: Seq[_Row]) -> np.ndarray:
     """`[7, rows]` float64. Raises `ValueError` for a row that draws without a seed."""
     numbers = np.zeros((7, len(rows)))
-    for i, (_, _, sequence, kind) in enumerate(rows):
-        params = sequence.request.params
+    for i, (task, kind) in enumerate(rows):
+        params, sequence = task.params, task.sequence
         uniform = 0.0
         if kind is not Kind.GREEDY:
             if params.seed is None:
                 raise ValueError(f"request {sequence.request.request_id} samples without a seed")
-            uniform = uniform_at(params.seed, sequence.index, sequence.num_output_tokens)
+            uniform = uniform_at(params.seed, sequence.index, task.position)
         numbers[:, i] = (
             params.temperature,
             params.min_p,
@@ -292,22 +330,28 @@ def _chunk(
     biased: list[int] = []
     biases: list[float] = []
     penalised: list[int] = []
-    for i, (_, _, sequence, _) in enumerate(rows):
-        params, first = sequence.request.params, i * vocab_size
-        if is_masked(sequence):
+    drafted: list[int] = []
+    forms = {i: row.task.mask for i, row in enumerate(rows) if row.task.mask is not None}
+    for i, (task, _) in enumerate(rows):
+        params, first = task.params, i * vocab_size
+        if task.is_short:
             masks.extend(first + token_id for token_id in {*eos_token_ids, *params.stop_token_ids})
         biased.extend(first + token_id for token_id in params.logit_bias)
         biases.extend(params.logit_bias.values())
-        if sequence in slots:
+        if task.sequence in slots:
+            drafted.extend(len(penalised) * vocab_size + token_id for token_id in task.drafted)
             penalised.append(i)
     return _Chunk(
         start=start,
         stop=start + len(rows),
         kind=rows[0].kind,
+        formed=parameters.add(list(forms), "int32"),
+        forms=parameters.add(np.concatenate([*forms.values(), np.zeros(0, np.int32)]), "int32"),
         masks=parameters.add(masks, "int32"),
         biased=parameters.add(biased, "int32"),
         biases=parameters.add(np.array(biases), "float32"),
         penalised=parameters.add(penalised, "int32"),
-        slots=parameters.add([slots[rows[i].sequence] for i in penalised], "int32"),
-        has_min_p=any(row.sequence.request.params.min_p > 0.0 for row in rows),
+        slots=parameters.add([slots[rows[i].task.sequence] for i in penalised], "int32"),
+        drafted=parameters.add(drafted, "int32"),
+        has_min_p=any(row.task.params.min_p > 0.0 for row in rows),
     )

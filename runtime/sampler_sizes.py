@@ -23,7 +23,12 @@ ROW_PARAMETERS = 256
 MASK_PARAMETERS = 4  # a token id
 BIAS_PARAMETERS = 8  # a token id and a value
 COUNT_PARAMETERS = 8  # a place and an increment, for tokens of the prompt and for those of the output
-_TOKEN_PARAMETERS = MASK_PARAMETERS + BIAS_PARAMETERS + 2 * COUNT_PARAMETERS
+FORM_WORD_PARAMETERS = 4  # the bits of 32 tokens
+DRAFTED_PARAMETERS = 4  # a token id
+# Of each token of the vocabulary, for a row whose lists have them all; a word of a form counts as if it were a token's.
+_TOKEN_PARAMETERS = (
+    FORM_WORD_PARAMETERS + DRAFTED_PARAMETERS + MASK_PARAMETERS + BIAS_PARAMETERS + 2 * COUNT_PARAMETERS
+)
 # int64: the token, and of its log-probability 4 numbers, ids and logits of the likeliest.
 _ROW_RESULTS = 8 * (1 + 4 + 2 * MAX_NUM_LOGPROBS)
 

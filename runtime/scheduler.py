@@ -16,66 +16,30 @@ Bounds, per step:
 - Prompts are never starved: while prompts are in progress they get together at least
   `SchedulerConfig.prefill_reserve` = `max_step_tokens - max_batch_size + 1` tokens of each step (or all they
   have left, or `max_chunk_tokens` each), however many sequences decode.
+- Drafts cost nobody anything: they get tokens of the step and blocks that are left over when all else is planned.
 - The oldest running sequence always progresses: it may take the blocks of all others, and admission has made
   sure that the whole pool suffices for it. Hence no deadlock and no livelock.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 from .blocks import BlockPool
 from .plan import PlanItem, StepPlan
 from .prefix_cache import CachedBlock, HashFunction, PrefixCache, TokenChain
 from .request import Request
 from .scheduler_config import SchedulerConfig
+from .scheduler_queue import ArrivalQueue, Record
 from .sequence import Sequence
+from .speculate.draft import NO_DRAFT, Draft
 
 __all__ = ["Scheduler", "SchedulerConfig"]
 
 
-@dataclass(eq=False, slots=True)
-class _Record:
-    """What the scheduler knows of a sequence. `order` is its place among all arrivals."""
-
-    sequence: Sequence
-    order: tuple[int, int]
-    token_limit: int
-    chain: TokenChain | None
-    is_running: bool = False
-    was_admitted: bool = False
-
-
-def _order(record: _Record) -> tuple[int, int]:
-    return record.order
-
-
-class _ArrivalQueue:
-    """Records in arrival order; a new arrival, the first and the last are at hand, any other is bisected."""
-
-    def __init__(self) -> None:
-        self._records: list[_Record] = []
-
-    def __len__(self) -> int:
-        return len(self._records)
-
-    def __iter__(self) -> Iterator[_Record]:
-        return iter(self._records)
-
-    def __getitem__(self, index: int) -> _Record:
-        return self._records[index]
-
-    def add(self, record: _Record) -> None:
-        insort(self._records, record, key=_order)
-
-    def remove(self, record: _Record) -> None:
-        del self._records[bisect_left(self._records, record.order, key=_order)]
-
-
 @dataclass(slots=True)
-class _Draft:
+class _Sketch:
     """A plan in the making. `spare_tokens` are those of the step that no decode has a claim on."""
 
     spare_tokens: int
@@ -86,18 +50,19 @@ class _Draft:
 class Scheduler:
     """Plans steps for sequences, owning their blocks from `add` to `finish`.
 
-    A step is `plan()`, the executor's run, `commit(plan)`, then `append` (and `fork`) for what was sampled.
-    `finish` may come at any moment. A plan that is not committed is void: its step failed, the next `plan()`
-    computes the same tokens again. Misuse (an unknown sequence, a second commit) raises `RuntimeError`.
+    A step is `plan()`, where there is something to draft `reserve` and `attach`, the executor's run, `commit(plan)`,
+    then `append` (and `fork`) for what was sampled. `finish` may come at any moment. A plan that is not committed is
+    void: its step failed, the next `plan()` computes the same tokens again. Misuse (an unknown sequence, a second
+    commit) raises `RuntimeError`.
     """
 
     def __init__(self, config: SchedulerConfig, *, hash_function: HashFunction | None = None) -> None:
         self._config = config
         self._pool = BlockPool(config.num_blocks, config.block_size)
         self._cache = PrefixCache(self._pool, hash_function=hash_function)
-        self._records: dict[Sequence, _Record] = {}
-        self._running = _ArrivalQueue()
-        self._waiting = _ArrivalQueue()
+        self._records: dict[Sequence, Record] = {}
+        self._running = ArrivalQueue()
+        self._waiting = ArrivalQueue()
         self._in_flight: StepPlan | None = None
         self._num_arrivals = 0
         self.num_preemptions = 0
@@ -147,7 +112,7 @@ class Scheduler:
             chain = TokenChain((request.cache_salt, ""), is_reading=request.params.prompt_logprobs is None)
         self._num_arrivals += 1
         order = (self._num_arrivals, 0)
-        record = _Record(sequence, order, self._config.token_limit(request), chain)
+        record = Record(sequence, order, self._config.token_limit(request), chain)
         self._records[sequence] = record
         self._waiting.add(record)
 
@@ -166,7 +131,7 @@ class Scheduler:
         self._num_arrivals += 1
         order = (record.order[0], self._num_arrivals)
         chain = record.chain.fork() if record.chain is not None else None
-        twin = _Record(child, order, record.token_limit, chain, was_admitted=record.was_admitted)
+        twin = Record(child, order, record.token_limit, chain, was_admitted=record.was_admitted)
         self._records[child] = twin
         child.num_cached_tokens = parent.num_cached_tokens
         if record.is_running and len(self._running) < self._config.max_batch_size:
@@ -189,38 +154,75 @@ class Scheduler:
         """
         self._void_in_flight()
         num_decodes = sum(record.sequence.num_uncomputed_tokens == 1 for record in self._running)
-        draft = _Draft(self._config.max_step_tokens - num_decodes)
-        self._plan_running(draft)
-        self._plan_waiting(draft)
+        sketch = _Sketch(self._config.max_step_tokens - num_decodes)
+        self._plan_running(sketch)
+        self._plan_waiting(sketch)
         # Sources kept an owner until here, so that none could become the destination of another copy.
-        self._cache.release([source for source, _ in draft.copies])
-        self._in_flight = StepPlan(tuple(draft.items), tuple(draft.copies))
+        self._cache.release([source for source, _ in sketch.copies])
+        self._in_flight = StepPlan(tuple(sketch.items), tuple(sketch.copies))
+        return self._in_flight
+
+    def reserve(self, plan: StepPlan, wanted: Mapping[Sequence, int]) -> dict[Sequence, int]:
+        """How many drafted tokens each sequence of the last plan may add to it: at most `wanted`, 1 or more.
+
+        Only those that sample in it, never beyond their token limit; the blocks for them are taken from what is left.
+        Earlier sequences come first.
+        """
+        if plan is not self._in_flight:
+            raise RuntimeError("reserve takes the last plan")
+        spare_tokens = self._config.max_step_tokens - plan.num_tokens
+        granted: dict[Sequence, int] = {}
+        for item in plan.items:
+            sequence = item.sequence
+            num_tokens = min(wanted.get(sequence, 0), spare_tokens)
+            if num_tokens < 1 or not item.is_sampling:
+                continue
+            # The token after the last drafted one is sampled as well.
+            num_tokens = min(num_tokens, self._record(sequence).token_limit - sequence.num_tokens - 1)
+            num_tokens = self._extend_blocks(item, num_tokens, num_spare=len(plan.items))
+            if num_tokens > 0:
+                granted[sequence] = num_tokens
+                spare_tokens -= num_tokens
+        return granted
+
+    def attach(self, plan: StepPlan, drafts: Mapping[Sequence, Draft]) -> StepPlan:
+        """The last plan with drafts no longer than `reserve` has granted; it takes the place of `plan`."""
+        if plan is not self._in_flight:
+            raise RuntimeError("attach takes the last plan")
+        items = []
+        for item in plan.items:
+            draft = drafts.get(item.sequence, NO_DRAFT)
+            if len(draft):
+                item = replace(item, num_tokens=item.num_tokens + len(draft), draft=draft)
+                if item.end > len(item.sequence.block_ids) * self._config.block_size:
+                    raise RuntimeError("a draft is longer than its blocks")
+            items.append(item)
+        self._in_flight = replace(plan, items=tuple(items))
         return self._in_flight
 
     def commit(self, plan: StepPlan) -> None:
-        """The step of the last plan has run: its tokens are computed, full blocks go to the prefix cache."""
+        """The step of the last plan has run: its known tokens are computed, full blocks go to the prefix cache."""
         if plan is not self._in_flight:
             raise RuntimeError("commit takes the last plan, once")
         self._in_flight = None
-        block_size = self._config.block_size
         for item in plan.items:
-            sequence = item.sequence
-            record = self._records.get(sequence)
-            if record is None:
-                continue
-            sequence.num_computed_tokens = item.end
-            chain = record.chain
-            if chain is not None and item.end // block_size > len(chain.nodes):
-                self._cache.publish(chain, sequence.token_ids, item.end, sequence.block_ids)
+            record = self._records.get(item.sequence)
+            if record is not None:
+                self._set_computed(record, item.known_end)
 
-    def append(self, sequence: Sequence, token_id: int) -> None:
-        """A sampled token joins `sequence`, which must be finished when it reaches its token limit."""
+    def append(self, sequence: Sequence, token_id: int, *, is_computed: bool = False) -> None:
+        """A sampled token joins `sequence`, which must be finished when it reaches its token limit.
+
+        `is_computed`: it was drafted, and accepted, so the last step has computed it; all tokens before it are too.
+        """
         record = self._record(sequence)
         if sequence.num_tokens >= record.token_limit:
             raise RuntimeError(
                 f"sequence of {sequence.request.request_id} is at its limit of {record.token_limit} tokens"
             )
         sequence.token_ids.append(token_id)
+        if is_computed:
+            self._set_computed(record, sequence.num_tokens)
 
     def finish(self, sequence: Sequence) -> None:
         """Release whatever `sequence` holds, in any state and any number of times: the only way out."""
@@ -234,11 +236,28 @@ class Scheduler:
         else:
             self._waiting.remove(record)
 
-    def _record(self, sequence: Sequence) -> _Record:
+    def _record(self, sequence: Sequence) -> Record:
         record = self._records.get(sequence)
         if record is None:
             raise RuntimeError(f"sequence of {sequence.request.request_id} is not scheduled here")
         return record
+
+    def _set_computed(self, record: Record, num_tokens: int) -> None:
+        sequence, chain = record.sequence, record.chain
+        sequence.num_computed_tokens = num_tokens
+        if chain is not None and num_tokens // self._config.block_size > len(chain.nodes):
+            self._cache.publish(chain, sequence.token_ids, num_tokens, sequence.block_ids)
+
+    def _extend_blocks(self, item: PlanItem, num_tokens: int, num_spare: int) -> int:
+        """Blocks for up to `num_tokens` more tokens behind `item`, leaving `num_spare` available.
+
+        Returns for how many tokens there are blocks now.
+        """
+        block_ids, size = item.sequence.block_ids, self._config.block_size
+        num_wanted = self._pool.num_blocks_for(item.end + num_tokens) - len(block_ids)
+        num_grown = min(num_wanted, self._cache.num_available - num_spare)
+        block_ids.extend(self._cache.allocate() for _ in range(num_grown))
+        return min(num_tokens, len(block_ids) * size - item.end)
 
     def _void_in_flight(self) -> None:
         """Forget a plan whose step did not succeed.
@@ -255,7 +274,7 @@ class Scheduler:
             if sequence in self._records and sequence.block_ids[item.start // block_size] in destinations:
                 sequence.num_computed_tokens -= item.start % block_size
 
-    def _plan_running(self, draft: _Draft) -> None:
+    def _plan_running(self, sketch: _Sketch) -> None:
         config, running = self._config, self._running
         max_chunk = config.max_chunk_tokens or config.max_step_tokens
         position = 0
@@ -265,12 +284,12 @@ class Scheduler:
             sequence = record.sequence
             num_tokens = sequence.num_uncomputed_tokens
             if num_tokens != 1:
-                num_tokens = min(num_tokens, max_chunk, draft.spare_tokens)
-                draft.spare_tokens -= num_tokens
-            if num_tokens and self._reserve_blocks(record, num_tokens, draft):
-                draft.items.append(PlanItem(sequence, sequence.num_computed_tokens, num_tokens))
+                num_tokens = min(num_tokens, max_chunk, sketch.spare_tokens)
+                sketch.spare_tokens -= num_tokens
+            if num_tokens and self._reserve_blocks(record, num_tokens, sketch):
+                sketch.items.append(PlanItem(sequence, sequence.num_computed_tokens, num_tokens))
 
-    def _plan_waiting(self, draft: _Draft) -> None:
+    def _plan_waiting(self, sketch: _Sketch) -> None:
         """Start waiting sequences while places, tokens and blocks last.
 
         A sequence gets the blocks of all its tokens at once, so that no prompt is preempted half-way by its
@@ -279,8 +298,8 @@ class Scheduler:
         """
         config, waiting = self._config, self._waiting
         max_chunk = config.max_chunk_tokens or config.max_step_tokens
-        while waiting and draft.spare_tokens and len(self._running) < config.max_batch_size:
-            num_spare = len(draft.items)
+        while waiting and sketch.spare_tokens and len(self._running) < config.max_batch_size:
+            num_spare = len(sketch.items)
             if self._cache.num_available <= num_spare:
                 break
             record = waiting[0]
@@ -294,11 +313,11 @@ class Scheduler:
             if num_new + self._cache.num_unowned(hits) + num_spare > self._cache.num_available:
                 break
             self._start(record, hits, num_new)
-            num_tokens = min(sequence.num_uncomputed_tokens, max_chunk, draft.spare_tokens)
-            draft.spare_tokens -= num_tokens
-            draft.items.append(PlanItem(sequence, sequence.num_computed_tokens, num_tokens))
+            num_tokens = min(sequence.num_uncomputed_tokens, max_chunk, sketch.spare_tokens)
+            sketch.spare_tokens -= num_tokens
+            sketch.items.append(PlanItem(sequence, sequence.num_computed_tokens, num_tokens))
 
-    def _start(self, record: _Record, hits: list[CachedBlock], num_new_blocks: int) -> None:
+    def _start(self, record: Record, hits: list[CachedBlock], num_new_blocks: int) -> None:
         sequence, chain = record.sequence, record.chain
         self._waiting.remove(record)
         if chain is not None:
@@ -314,7 +333,7 @@ class Scheduler:
         record.is_running = True
         self._running.add(record)
 
-    def _reserve_blocks(self, record: _Record, num_tokens: int, draft: _Draft) -> bool:
+    def _reserve_blocks(self, record: Record, num_tokens: int, sketch: _Sketch) -> bool:
         """Give a running sequence exclusive blocks for its next tokens, preempting later ones if need be.
 
         Returns False if the sequence itself was the latest and had to go.
@@ -326,7 +345,7 @@ class Scheduler:
         # Only the block with computed tokens in it can be shared: those behind it were never forked.
         is_partial = start % block_size != 0
         while True:
-            is_shared = is_partial and self._is_shared(block_ids[first], draft)
+            is_shared = is_partial and self._is_shared(block_ids[first], sketch)
             if num_grown <= 0 and not is_shared:
                 return True
             if max(num_grown, 0) + is_shared <= self._cache.num_available:
@@ -337,17 +356,17 @@ class Scheduler:
                 return False
         if is_shared:
             copy = self._cache.allocate()
-            draft.copies.append((block_ids[first], copy))
+            sketch.copies.append((block_ids[first], copy))
             block_ids[first] = copy
         block_ids.extend(self._cache.allocate() for _ in range(num_grown))
         return True
 
-    def _is_shared(self, block: int, draft: _Draft) -> bool:
+    def _is_shared(self, block: int, sketch: _Sketch) -> bool:
         """Whether another sequence owns `block` too, not counting the owners that copied it in this plan."""
         num_owners = self._pool.num_owners(block)
-        return num_owners > 1 and num_owners - sum(source == block for source, _ in draft.copies) > 1
+        return num_owners > 1 and num_owners - sum(source == block for source, _ in sketch.copies) > 1
 
-    def _preempt(self, record: _Record) -> None:
+    def _preempt(self, record: Record) -> None:
         sequence = record.sequence
         self._running.remove(record)
         self._release_blocks(record)
@@ -357,7 +376,7 @@ class Scheduler:
         self.num_preemptions += 1
         self._waiting.add(record)
 
-    def _release_blocks(self, record: _Record) -> None:
+    def _release_blocks(self, record: Record) -> None:
         self._cache.release(record.sequence.block_ids, record.chain)
         record.sequence.block_ids = []
 
@@ -390,7 +409,7 @@ class Scheduler:
             if item.sequence in self._records:
                 self._check_written(item)
 
-    def _check_running(self, record: _Record) -> None:
+    def _check_running(self, record: Record) -> None:
         sequence, blocks = record.sequence, record.sequence.block_ids
         assert record.is_running, "a running sequence is marked as waiting"
         assert not sequence.is_finished, "a running sequence is finished"

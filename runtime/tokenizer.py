@@ -62,8 +62,10 @@ class Tokenizer:
         self._control_tokens = ControlTokens(backend, self.control_token_ids)
 
     @classmethod
-    def from_directory(cls, path: str | Path) -> Tokenizer:
-        """Read a bundle's or checkpoint's files; only tokenizer.json must exist. Raises `BundleError`."""
+    def from_directory(cls, path: str | Path, *, chat_template: str | None = None) -> Tokenizer:
+        """Read a bundle's or checkpoint's files; only tokenizer.json must exist. `chat_template` is the source of
+        one that replaces the model's own. Raises `BundleError`.
+        """
         folder = Path(path)
         file = folder / "tokenizer.json"
         if not file.is_file():
@@ -79,7 +81,10 @@ class Tokenizer:
         eos_token_ids = set(_config_eos_ids(folder))
         if (eos := backend.token_to_id(named.get("eos_token", ""))) is not None:
             eos_token_ids.add(eos)
-        sources = _template_sources(folder, settings)
+        if chat_template is None:
+            sources = _template_sources(folder, settings)
+        else:
+            sources = {"default": chat_template}
         return cls(
             backend,
             bos_token=named.get("bos_token"),
@@ -91,6 +96,15 @@ class Tokenizer:
     @property
     def has_chat_template(self) -> bool:
         return self._chat_template is not None
+
+    @property
+    def chat_template(self) -> ChatTemplate | None:
+        return self._chat_template
+
+    def special_ids_of(self, texts: Iterable[str]) -> tuple[int, ...]:
+        """The ids of those `texts` that are special tokens, in order."""
+        ids = {self._backend.token_to_id(text) for text in texts}
+        return tuple(sorted(token_id for token_id in ids if token_id in self.special_token_ids))
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a prompt; control tokens written in `text` are control tokens.

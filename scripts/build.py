@@ -54,6 +54,11 @@ from .sizes import MEMORY
     help="KV pages of one byte an element, with scales measured on text (GPU targets); auto: as --dtype.",
 )
 @click.option(
+    "--drafter",
+    type=click.Path(path_type=Path),
+    help="Directory of `pelton train-drafter`: heads that guess tokens, for speculation (cpu).",
+)
+@click.option(
     "--dtype",
     default="auto",
     show_default=True,
@@ -97,6 +102,7 @@ def command(
     quantize: str | None,
     max_kl: float | None,
     kv_cache_dtype: str,
+    drafter: Path | None,
     dtype: str,
     max_model_len: int | None,
     max_batch_size: int,
@@ -130,6 +136,7 @@ def command(
         quantize=quantize,
         max_kl=max_kl,
         kv_cache_dtype=kv_cache_dtype,
+        drafter=drafter,
         gpus=tuple(gpu for given in gpus for gpu in given.split(",")),
         frontend=frontend,
     )

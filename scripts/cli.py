@@ -22,6 +22,7 @@ _COMMANDS = {
     "generate": "generate text in the terminal",
     "bench": "measure a bundle's latency, throughput and memory",
     "inspect": "show what a bundle holds, and verify it",
+    "train-drafter": "train heads that guess a model's tokens, for build --drafter",
 }
 # Those that run an engine: they restart themselves with huge pages for its activations.
 _ENGINE_COMMANDS = frozenset({"serve", "batch", "generate", "bench"})
@@ -37,7 +38,7 @@ class _Commands(click.Group):
         if cmd_name not in _COMMANDS:
             return None
         with held_interrupts():
-            command: Any = import_module(f".{cmd_name}", __package__).command
+            command: Any = import_module(f".{cmd_name.replace('-', '_')}", __package__).command
         assert isinstance(command, click.Command)
         return command
 

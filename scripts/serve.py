@@ -11,8 +11,9 @@ from typing import Any
 
 import click
 
-from ..errors import PeltonError
+from ..errors import BundleError, PeltonError
 from ..interrupts import held_interrupts
+from ..runtime.tool_calls import REASONING_FORMATS, TOOL_FORMATS
 from .engine_options import engine_config, engine_options
 from .option_types import FiniteFloat, NonEmptyText
 
@@ -68,6 +69,25 @@ _LOOPBACK = ("127.0.0.1", "::1", "localhost")
     show_default=True,
     help="Largest request body; a larger one is refused with 413.",
 )
+@click.option(
+    "--chat-template",
+    type=click.Path(path_type=Path, dir_okay=False, exists=True),
+    help="Jinja file that replaces the model's chat template.",
+)
+@click.option(
+    "--tool-call-parser",
+    type=click.Choice(["auto", "none", *TOOL_FORMATS]),
+    default="auto",
+    show_default=True,
+    help="How the model writes calls of tools; auto tells it from the chat template.",
+)
+@click.option(
+    "--reasoning-parser",
+    type=click.Choice(["auto", "none", *REASONING_FORMATS]),
+    default="auto",
+    show_default=True,
+    help="How the model marks its reasoning; auto tells it from the chat template.",
+)
 @engine_options
 @click.option(
     "--log-level",
@@ -85,6 +105,9 @@ def command(
     drain_seconds: float,
     hang_seconds: float,
     max_body_mib: int,
+    chat_template: Path | None,
+    tool_call_parser: str,
+    reasoning_parser: str,
     log_level: str,
     **options: Any,
 ) -> None:
@@ -100,8 +123,9 @@ def command(
 
     if not all(api_keys) or (_KEY_VARIABLE in os.environ and not api_keys):
         raise PeltonError(f"--api-key or {_KEY_VARIABLE} is empty: set a key, or leave both out to need none")
+    template = None if chat_template is None else _read_template(chat_template)
     sock = bind(host, port)  # before the engine is loaded, which may take a while
-    loaded = load_engine(engine, config=engine_config(**options))
+    loaded = load_engine(engine, config=engine_config(**options), chat_template=template)
     config = ServerConfig(
         model_names=model_names or (loaded.name,),
         api_keys=api_keys,
@@ -111,6 +135,8 @@ def command(
             hang_seconds=hang_seconds,
             max_body_bytes=max_body_mib * 2**20,
         ),
+        tool_call_parser=tool_call_parser,
+        reasoning_parser=reasoning_parser,
     )
     # What is loaded stays: without it in the collector's sight a full collection is short.
     gc.collect()
@@ -124,3 +150,17 @@ def command(
 
     if not run_server(loaded, sock, config, announce):
         sys.exit(1)
+
+
+def _read_template(path: Path) -> str:
+    """The source in a file, which must be a chat template."""
+    from ..runtime.chat_template import ChatTemplate
+
+    try:
+        source = path.read_text("utf-8")
+        template = ChatTemplate({"default": source}, {})
+    except (OSError, UnicodeDecodeError, BundleError) as error:
+        raise PeltonError(f"--chat-template {path}: {error}") from None
+    if not template.has_variable("messages"):
+        raise PeltonError(f"--chat-template {path}: it does not read `messages`, so it is no chat template")
+    return source

@@ -41,7 +41,7 @@ from ...plugins_trt.paged_attention_cpu import (
     write_kv,
 )
 from ..export import KVGeometry, first_line
-from ..segments import Attention, Segment, SegmentModule, attention_of, get_weight
+from ..segments import Attention, Segment, SegmentModule, attention_of, get_weight, step_results
 
 log = logging.getLogger(__name__)
 
@@ -113,6 +113,8 @@ def lower(
         )
     save_file(store.tensors, directory / WEIGHTS_FILE)
     (directory / WEIGHTS_FILE).chmod(0o644)  # safetensors creates it for its owner alone
+    logits, *hidden = step_results(graph_module)
+    assert programs[-1].outputs[-1] == logits.name  # they depend on all that the last segment returns
     program = EngineProgram(
         dtype=str(dtype).removeprefix("torch."),
         block_size=block_size,
@@ -122,6 +124,7 @@ def lower(
         kv_heads=tuple(g.num_heads for g in geometry),
         head_dims=tuple(g.head_dim for g in geometry),
         segments=tuple(programs),
+        hidden=hidden[0].name if hidden else None,
     )
     (directory / ENGINE_FILE).write_text(json.dumps(program.to_json(), indent=1) + "\n")
     return program

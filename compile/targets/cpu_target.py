@@ -21,7 +21,7 @@ from ..memory import MemoryPlan, plan_memory
 from ..model_loading import empty_model
 from ..passes import optimise
 from ..progress import Progress
-from ..proof import StepFunction, Trace
+from ..proof import StepFunction, StepResult, Trace
 from ..segments import cut, layer_prefix
 from . import cpu
 from .base import Exported
@@ -104,13 +104,15 @@ class CpuTarget:
 
     def engine_step(self, directory: Path, trace: Trace) -> StepFunction:
         engine = CpuEngine(directory, num_blocks=trace.num_blocks)
-        return lambda step: engine.run(
-            step.input_ids,
-            step.positions,
-            step.block_table,
-            step.seq_lens,
-            step.query_start_loc,
-            step.logits_rows,
+        return lambda step: StepResult(
+            *engine.run(
+                step.input_ids,
+                step.positions,
+                step.block_table,
+                step.seq_lens,
+                step.query_start_loc,
+                step.logits_rows,
+            )
         )
 
 

@@ -20,7 +20,7 @@ from ..export import KVGeometry, kv_geometry
 from ..memory import MemoryPlan, plan_gpu_memory
 from ..profiles import derive_profiles
 from ..progress import Progress
-from ..proof import FlatStep, StepFunction, Trace
+from ..proof import FlatStep, StepFunction, StepResult, Trace
 from . import cuda
 from .base import Exported
 from .cpu_target import host_compiler, host_needs
@@ -145,7 +145,7 @@ class CudaTarget:
     def engine_step(self, directory: Path, trace: Trace) -> StepFunction:
         engine = CudaEngine(directory, device=self._device, num_blocks=trace.num_blocks)
 
-        def run(step: FlatStep) -> torch.Tensor:
+        def run(step: FlatStep) -> StepResult:
             arrays = {
                 "input_ids": step.input_ids[None],
                 "positions": step.positions[None],
@@ -156,7 +156,7 @@ class CudaTarget:
             }
             tensors = {name: torch.from_numpy(array).to(self._device) for name, array in arrays.items()}
             with torch.inference_mode():
-                return engine.run(tensors, max_rows=len(step.input_ids)).cpu()
+                return StepResult(engine.run(tensors, max_rows=len(step.input_ids)).cpu())
 
         return run
 

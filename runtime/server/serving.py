@@ -32,11 +32,15 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ServerConfig:
-    """Without `api_keys` the server is open to all who can reach it. `model_names` are what it answers to."""
+    """Without `api_keys` the server is open to all who can reach it. `model_names` are what it answers to. The
+    parsers are as in `ApiContext`.
+    """
 
     model_names: tuple[str, ...]
     api_keys: tuple[str, ...] = ()
     gateway: GatewayConfig = field(default_factory=GatewayConfig)
+    tool_call_parser: str = "auto"
+    reasoning_parser: str = "auto"
 
 
 class StopRequest:
@@ -106,10 +110,17 @@ async def serve(
     """
     engine_loop = EngineLoop(engine)
     metrics = ServerMetrics(engine_loop.stats)
-    context = ApiContext(engine.tokenizer, engine.limits, config.model_names, engine.grammars)
+    context = ApiContext(
+        engine.tokenizer,
+        engine.limits,
+        config.model_names,
+        tool_call_parser=config.tool_call_parser,
+        reasoning_parser=config.reasoning_parser,
+        grammars=engine.grammars,
+    )
     # Read here, so that the first request does not wait for them.
     _ = context.max_prompt_chars
-    context.grammars.warm_up()
+    engine.grammars.warm_up()
     gateway = Gateway(engine_loop, context, config.gateway, metrics)
     server = _Server(_uvicorn_config(guard(create_app(gateway, metrics), config.api_keys)), on_ready)
     engine_loop.start()

@@ -43,11 +43,12 @@ NO_DRAFT = Draft()
 class DraftAsk:
     """At most `num_tokens` (1 or more) are wanted behind the last token of `sequence`.
 
-    The blocks of `sequence` have room for them.
+    Where `may_draw` is False the tokens must be chosen, not drawn.
     """
 
     sequence: Sequence
     num_tokens: int
+    may_draw: bool = False
 
 
 class Drafter(Protocol):
@@ -55,6 +56,11 @@ class Drafter(Protocol):
 
     What it remembers of a sequence is made again when it is missing; `end` is the one place where that is dropped.
     """
+
+    @property
+    def is_lookup(self) -> bool:
+        """Whether to propose costs next to nothing, so that it may be asked for what will not be verified."""
+        ...
 
     def propose(self, asks: Seq[DraftAsk]) -> list[Draft]:
         """A draft, empty or up to the asked length, for each of `asks`, which are different sequences."""
@@ -68,4 +74,8 @@ class Drafter(Protocol):
 
     def end(self, sequence: Sequence) -> None:
         """`sequence` has ended, with its tokens still in it. Idempotent."""
+        ...
+
+    def close(self) -> None:
+        """Give back what it holds."""
         ...

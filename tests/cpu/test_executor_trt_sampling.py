@@ -22,6 +22,7 @@ from pelton.runtime.sequence import Sequence
 from pelton.runtime.trt_sampling import StreamTransfer
 from support.fake_cuda import Violation
 from support.fake_torch import TorchFakeDevice
+from support.sampling import sample_each
 from support.scripted import ScriptedExecutor, digest
 from support.tiny_model import byte_tokenizer
 from support.trt_bundle import VOCAB_SIZE, Fakes, limits, open_fake
@@ -121,13 +122,13 @@ def test_a_step_waits_once_for_its_tokens(fakes: Fakes, params: dict[str, Any], 
     sampler = fakes.executor.make_sampler([EOS])
     prefill(fakes, 2)
     sequences = [sequence(**params), sequence(**params)]
-    sampler.sample(fakes.executor.execute(decodes(2)).logits, sequences)
+    sample_each(sampler, fakes.executor.execute(decodes(2)).logits, sequences)
     for _ in range(3):
         fakes.device.log.clear()
         num_waits = fakes.device.num_waits
         output = fakes.executor.execute(decodes(2, past=3))
         assert fakes.device.num_waits == num_waits
-        events = sampler.sample(output.logits, sequences)
+        events = sample_each(sampler, output.logits, sequences)
         assert fakes.device.num_waits == num_waits + 1
         assert fakes.device.log == ["copy_to_device", "launch", "engine", *uploads, "torch", "copy_to_host"]
         if not params:
@@ -140,7 +141,7 @@ def test_sampling_allocates_no_buffers(fakes: Fakes) -> None:
     sampler = fakes.executor.make_sampler([EOS])
     output = fakes.executor.execute(step(prompt(16), rows=list(range(16))))
     kind: dict[str, Any] = {"temperature": 1.0, "top_p": 0.5, "logprobs": 64, "presence_penalty": 1.0}
-    sampler.sample(output.logits, [sequence(**kind) for _ in range(16)])
+    sample_each(sampler, output.logits, [sequence(**kind) for _ in range(16)])
     sampler.prompt_logprobs(output.logits, list(range(16)), 64)
     assert (fakes.device.allocated_bytes, fakes.device.pinned_bytes) == held
 
@@ -150,7 +151,7 @@ def test_a_closed_executor_samples_no_more(fakes: Fakes) -> None:
     logits = fakes.executor.execute(step(prompt(3))).logits
     fakes.executor.close()
     with pytest.raises(EngineError, match="the executor is closed"):
-        sampler.sample(logits, [sequence()])
+        sample_each(sampler, logits, [sequence()])
 
 
 def test_what_fails_on_the_device_fails_the_step_and_not_the_next_one(
@@ -164,8 +165,8 @@ def test_what_fails_on_the_device_fails_the_step_and_not_the_next_one(
     with monkeypatch.context() as patch:
         patch.setattr("pelton.runtime.sampler_pass.add_counts", lambda *_: fail())
         with pytest.raises(EngineError, match="planted"):
-            sampler.sample(fakes.executor.execute(step(prompt(3))).logits, [member])
-    event = sampler.sample(fakes.executor.execute(step(prompt(3))).logits, [member])[0]
+            sample_each(sampler, fakes.executor.execute(step(prompt(3))).logits, [member])
+    event = sample_each(sampler, fakes.executor.execute(step(prompt(3))).logits, [member])[0]
     assert isinstance(event, TokenEvent)
     assert event.token_id != token, "12 are subtracted from 10"
 
@@ -179,13 +180,13 @@ def test_an_upload_that_nobody_waited_for_is_done_before_the_next_one(
 ) -> None:
     sampler = fakes.executor.make_sampler([EOS])
     logits = fakes.executor.execute(step(prompt(3))).logits
-    sampler.sample(logits, [sequence()])
+    sample_each(sampler, logits, [sequence()])
     with monkeypatch.context() as patch:
         patch.setattr(fakes.device, "run", lambda *_: fail())
         with pytest.raises(EngineError, match="planted"):
-            sampler.sample(logits, [sequence(logprobs=1)])
+            sample_each(sampler, logits, [sequence(logprobs=1)])
     logits = fakes.executor.execute(step(prompt(3))).logits
-    event = sampler.sample(logits, [sequence(logprobs=1)])[0]
+    event = sample_each(sampler, logits, [sequence(logprobs=1)])[0]
     assert isinstance(event, TokenEvent)
     assert event.token_id == wanted([1, 2, 3])
 
@@ -197,8 +198,8 @@ def test_a_step_may_be_sampled_again_after_a_failure(fakes: Fakes, monkeypatch: 
     with monkeypatch.context() as patch:
         patch.setattr(fakes.device, "run", lambda *_: fail())
         with pytest.raises(EngineError, match="planted"):
-            sampler.sample(logits, [sequence(logprobs=1)])
-    event = sampler.sample(logits, [sequence(logprobs=1)])[0]
+            sample_each(sampler, logits, [sequence(logprobs=1)])
+    event = sample_each(sampler, logits, [sequence(logprobs=1)])[0]
     assert isinstance(event, TokenEvent)
     assert event.token_id == wanted([1, 2, 3])
 
@@ -224,7 +225,7 @@ def test_tokens_that_are_read_before_they_are_there_are_noticed(tmp_path: Path) 
     sampler = fakes.executor.make_sampler([EOS])
     output = fakes.executor.execute(step(prompt(3)))
     with pytest.raises(Violation, match="touched by the host while stream"):
-        sampler.sample(output.logits, [sequence()])
+        sample_each(sampler, output.logits, [sequence()])
 
 
 def sampler_on(fakes: Fakes, **changes: Any) -> DeviceSampler:
@@ -246,7 +247,7 @@ def test_sampling_on_another_stream_is_noticed(fakes: Fakes) -> None:
     sampler = sampler_on(fakes, stream=fakes.device.create_stream())
     output = fakes.executor.execute(step(prompt(3)))
     with pytest.raises(Violation, match="torch races with the write of stream"):
-        sampler.sample(output.logits, [sequence()])
+        sample_each(sampler, output.logits, [sequence()])
 
 
 class LooksAtOnce(StreamTransfer):
@@ -261,16 +262,16 @@ class LooksAtOnce(StreamTransfer):
 def test_logits_that_are_sampled_before_they_are_there_are_noticed(fakes: Fakes) -> None:
     sampler = sampler_on(fakes, kind=LooksAtOnce)
     logits = fakes.executor.execute(step(prompt(3))).logits
-    assert isinstance(sampler.sample(logits, [sequence()])[0], EngineError)
+    assert isinstance(sample_each(sampler, logits, [sequence()])[0], EngineError)
     fakes.device.synchronize()
-    assert sampler.sample(logits, [sequence()]) == [TokenEvent(wanted([1, 2, 3]))]
+    assert sample_each(sampler, logits, [sequence()]) == [TokenEvent(wanted([1, 2, 3]))]
 
 
 def test_work_on_memory_that_it_was_not_given_is_noticed(fakes: Fakes) -> None:
     sampler = sampler_on(fakes, logits=fakes.executor._buffers.inputs)
     output = fakes.executor.execute(step(prompt(3)))
     with pytest.raises(Violation, match="uses memory that it was not given"):
-        sampler.sample(output.logits, [sequence()])
+        sample_each(sampler, output.logits, [sequence()])
 
 
 @pytest.mark.parametrize(

@@ -35,6 +35,7 @@ from pelton.runtime.sequence import Sequence
 from pelton.runtime.truncation import draw as host_draw
 from pelton.runtime.truncation import processed_weights
 from pelton.runtime.truncation_device import costs, draw, weights_of
+from support.sampling import sample_each
 
 EOS = 3
 # Where the host's token changes when what is compared changes by this share, rounding may decide: float32 weights are
@@ -147,10 +148,10 @@ def test_tokens_logprobs_and_errors_are_the_host_s(
             logits = some_logits(rng, len(batch) + 2, vocab_size)
             rows = [rng.randrange(len(logits)) for _ in batch]
             before = logits.copy()
-            events = device.sample(torch.from_numpy(logits), batch, rows)
+            events = sample_each(device, torch.from_numpy(logits), batch, rows)
             np.testing.assert_array_equal(logits, before, "logits stay unchanged")
             for member, row, got, expected in zip(
-                batch, rows, events, host.sample(logits, batch, rows), strict=True
+                batch, rows, events, sample_each(host, logits, batch, rows), strict=True
             ):
                 if isinstance(expected, EngineError):
                     num_errors += 1
@@ -199,7 +200,7 @@ def test_a_row_is_the_same_to_the_bit_in_every_batch() -> None:
         for _ in range(40)
     ]
     fresh = lambda: DeviceSampler(vocab_size, [EOS])  # noqa: E731
-    alone = [str(fresh().sample(logits, [member], [i])[0]) for i, member in enumerate(batch)]
+    alone = [str(sample_each(fresh(), logits, [member], [i])[0]) for i, member in enumerate(batch)]
     assert len(set(alone)) > 20
     threads = torch.get_num_threads()
     try:
@@ -208,9 +209,9 @@ def test_a_row_is_the_same_to_the_bit_in_every_batch() -> None:
             for sizes in (None, small_sizes(vocab_size)):
                 order = rng.sample(range(40), 40)
                 sampler = DeviceSampler(vocab_size, [EOS], sizes=sizes)
-                events = sampler.sample(logits, [batch[i] for i in order], order)
+                events = sample_each(sampler, logits, [batch[i] for i in order], order)
                 assert [str(event) for event in events] == [alone[i] for i in order]
-            pair = fresh().sample(logits[10:12], batch[10:12])
+            pair = sample_each(fresh(), logits[10:12], batch[10:12])
             assert [str(event) for event in pair] == alone[10:12]
     finally:
         torch.set_num_threads(threads)
@@ -253,7 +254,7 @@ def test_samples_follow_the_processed_distribution(params: dict[str, Any]) -> No
     num_draws = 6000
     batch = [sequence(**{**params, "seed": seed}) for seed in range(num_draws)]
     sampler = DeviceSampler(12, [], sizes=sampler_sizes(12, num_draws))
-    events = sampler.sample(torch.from_numpy(np.repeat(logits[None], num_draws, 0)), batch)
+    events = sample_each(sampler, torch.from_numpy(np.repeat(logits[None], num_draws, 0)), batch)
     counts = np.bincount([event.token_id for event in events], minlength=12)  # type: ignore[union-attr]
     weights = processed_weights(logits, batch[0].request.params).astype(np.float64)
     expected = weights / weights.sum() * num_draws
@@ -283,8 +284,8 @@ def test_counts_are_bounded_and_freed_and_made_again() -> None:
     for step in range(8):
         some = batch if step % 2 else batch[: 2 + step // 2]
         rows = list(range(len(some)))
-        events = sampler.sample(torch.from_numpy(logits), some, rows)
-        assert events == host.sample(logits, some, rows)
+        events = sample_each(sampler, torch.from_numpy(logits), some, rows)
+        assert events == sample_each(host, logits, some, rows)
         for member, event in zip(some, events, strict=True):
             assert isinstance(event, TokenEvent)
             member.token_ids.append(event.token_id)
@@ -316,32 +317,30 @@ def test_a_sequence_that_ran_on_elsewhere_is_counted_again() -> None:
     sampler, host = DeviceSampler(8, []), HostSampler(8, [])
     member = sequence(frequency_penalty=0.1)
     logits = np.zeros((1, 8), np.float32)
-    sampler.sample(torch.from_numpy(logits), [member])
+    sample_each(sampler, torch.from_numpy(logits), [member])
     member.token_ids += [5, 1, 2] * 300
     assert sampler._counts.max_increments(member) <= 16
-    assert sampler.sample(torch.from_numpy(logits), [member]) == host.sample(logits, [member])
+    assert sample_each(sampler, torch.from_numpy(logits), [member]) == sample_each(host, logits, [member])
 
 
 def test_no_counts_without_penalties() -> None:
     sampler = DeviceSampler(300, [])
-    sampler.sample(torch.zeros(2, 300), [sequence(temperature=1.0), sequence(logit_bias={1: 2.0})])
+    sample_each(sampler, torch.zeros(2, 300), [sequence(temperature=1.0), sequence(logit_bias={1: 2.0})])
     assert sampler._table is None
 
 
 def test_what_does_not_fit_is_a_bug_of_the_caller() -> None:
     sampler, logits = DeviceSampler(300, []), torch.zeros(2, 300)
     with pytest.raises(ValueError, match="seed"):
-        sampler.sample(logits[:1], [sequence(temperature=1.0, seed=None)])
-    for rows in ([2], [-1], [0, 1]):
+        sample_each(sampler, logits[:1], [sequence(temperature=1.0, seed=None)])
+    for rows in ([2], [-1]):
         with pytest.raises(ValueError, match=r"rows|shape"):
-            sampler.sample(logits, [sequence()], rows)
+            sample_each(sampler, logits, [sequence()], rows)
     with pytest.raises(ValueError, match="shape"):
-        sampler.sample(logits, [sequence()])
-    with pytest.raises(ValueError, match="shape"):
-        DeviceSampler(301, []).sample(logits, [sequence()] * 2)
+        sample_each(DeviceSampler(301, []), logits, [sequence()] * 2)
     with pytest.raises(RequestError):
         sampler.validate(sequence(logit_bias={300: 1.0}).request.params)
-    assert sampler.sample(logits[:0], []) == []
+    assert sample_each(sampler, logits[:0], []) == []
 
 
 class Recording:
@@ -389,8 +388,8 @@ def test_no_work_needs_the_host_or_another_device() -> None:
     logits = torch.empty(3, 700, device="meta")
     sampler = DeviceSampler(700, [EOS], transfer=Recording("meta", runs=False))
     with OneDevice():
-        assert len(sampler.sample(logits, batch)) == 3
-        assert len(sampler.sample(logits, [sequence()] * 3)) == 3
+        assert len(sample_each(sampler, logits, batch)) == 3
+        assert len(sample_each(sampler, logits, [sequence()] * 3)) == 3
         assert len(sampler.prompt_logprobs(logits, [0, 1, 2], 3)) == 3
 
 
@@ -398,13 +397,15 @@ def test_greedy_requests_upload_nothing_and_a_batch_is_one_pass() -> None:
     transfer = Recording("cpu")
     sampler = DeviceSampler(300, [EOS], transfer=transfer)
     logits = torch.randn(40, 300)
-    events = sampler.sample(logits, [sequence() for _ in range(40)])
+    events = sample_each(sampler, logits, [sequence() for _ in range(40)])
     assert events == [TokenEvent(int(row.argmax())) for row in logits]
     assert transfer.calls == [(0, 40 * 8)]
     # A few of many rows are picked instead of looking at all.
-    assert sampler.sample(logits, [sequence()], [9]) == events[9:10]
+    assert sample_each(sampler, logits, [sequence()], [9]) == events[9:10]
     assert transfer.calls.pop()[1] == 8
-    sampler.sample(logits, [sequence(temperature=1.0, presence_penalty=1.0, logprobs=2) for _ in range(40)])
+    sample_each(
+        sampler, logits, [sequence(temperature=1.0, presence_penalty=1.0, logprobs=2) for _ in range(40)]
+    )
     assert len(transfer.calls) == 2
 
 
@@ -421,7 +422,7 @@ def test_passes_stay_within_the_sizes() -> None:
     ]  # fmt: skip
     transfer = Recording("cpu")
     sampler = DeviceSampler(vocab_size, [EOS], transfer=transfer, sizes=sizes)
-    sampler.sample(torch.randn(12, vocab_size), [*batch, *[sequence(logprobs=64) for _ in range(8)]])
+    sample_each(sampler, torch.randn(12, vocab_size), [*batch, *[sequence(logprobs=64) for _ in range(8)]])
     sampler.prompt_logprobs(torch.randn(12, vocab_size), list(range(12)), 64)
     assert len(transfer.calls) > 3
     assert max(num_bytes for num_bytes, _ in transfer.calls) <= sizes.parameter_bytes
@@ -477,8 +478,8 @@ def test_scratch_memory_is_what_the_sizes_say(params: dict[str, Any], logit_byte
     penalties = {} if "logprobs" in params else {"presence_penalty": 1.0, "logit_bias": {1: 1.0}}
     batch = [sequence(**params, **penalties) for _ in range(16)]
     logits = torch.randn(16, vocab_size)
-    sampler.sample(logits, batch)  # makes the table of counts
+    sample_each(sampler, logits, batch)  # makes the table of counts
     with Peak() as memory:
-        sampler.sample(logits, batch)
+        sample_each(sampler, logits, batch)
     used = memory.peak / (8 * vocab_size) + unseen
     assert 0.7 * logit_bytes < used <= logit_bytes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -164,3 +165,75 @@ def test_no_default_template() -> None:
     template = ChatTemplate({"rag": "x"}, {})
     with pytest.raises(RequestError, match="rag"):
         template.render(template.prepare([USER]), add_generation_prompt=False)
+
+
+CALL = {"id": "call_1234", "type": "function", "function": {"name": "f", "arguments": '{"a": "\\u00e9"}'}}
+CALLING = (
+    "{% for m in messages %}{% for c in m.tool_calls or [] %}"
+    "{% if m.content is none %}ARGUMENTS{% endif %}"
+    "{% endfor %}{{ m.content or '' }}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        "{{ c.function.arguments | tojson }}",
+        "{{ '```' + c.function.arguments }}",
+        "{% for key, value in c.function.arguments.items() %}{{ key ~ value }}{% endfor %}",
+    ],
+)
+def test_arguments_of_calls_take_the_form_that_the_template_reads(write: str) -> None:
+    source = CALLING.replace("ARGUMENTS", write)
+    messages = [USER, {"role": "assistant", "tool_calls": [CALL]}, {"role": "tool", "content": "so"}]
+    text = render(source, *messages)
+    assert "é" in text
+    assert text.endswith("so")
+    parsed = {**CALL, "function": {"name": "f", "arguments": {"a": "é"}}}
+    assert render(source, USER, {"role": "assistant", "tool_calls": [parsed]}, messages[2]) == text
+    assert messages[1]["tool_calls"][0]["function"]["arguments"] == '{"a": "\\u00e9"}', "left as it was"
+
+
+@pytest.mark.parametrize(
+    ("calls", "field"),
+    [
+        ({"a": 1}, "messages[0].tool_calls"),
+        ([1], "messages[0].tool_calls[0]"),
+        ([CALL] * 257, "messages[0].tool_calls"),
+        ([{**CALL, "type": "x"}], "messages[0].tool_calls[0].type"),
+        ([{**CALL, "id": 1}], "messages[0].tool_calls[0].id"),
+        ([{**CALL, "x": 1}], "messages[0].tool_calls[0].x"),
+        ([{"function": {"name": ""}}], "messages[0].tool_calls[0].function.name"),
+        (
+            [{"function": {"name": "f", "arguments": "{\ud800}"}}],
+            "messages[0].tool_calls[0].function.arguments",
+        ),
+    ],
+)
+def test_bad_calls_name_their_field(calls: Any, field: str) -> None:
+    message = {"role": "assistant", "content": "", "tool_calls": calls}
+    assert refusal(CALLING, message).field == field
+
+
+def test_the_template_of_the_docs_writes_what_it_says() -> None:
+    source = Path(__file__).parents[2].joinpath("docs/templates/chatml_hermes.jinja").read_text("utf-8")
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        USER,
+        {"role": "assistant", "tool_calls": [CALL, CALL]},
+        {"role": "tool", "content": "one"},
+        {"role": "tool", "content": "two"},
+    ]
+    text = render(source, *messages, tools=tools, add_generation_prompt=True)
+    call = '<tool_call>\n{"name": "f", "arguments": {"a": "é"}}\n</tool_call>'
+    assert text.startswith("<|im_start|>system\nBe brief.\n\nYou may call functions")
+    assert '\n{"type": "function", "function": {"name": "f"}}\n' in text
+    assert text.endswith(
+        f"<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n{call}\n{call}<|im_end|>\n<|im_start|>user\n"
+        "<tool_response>\none\n</tool_response>\n<tool_response>\ntwo\n</tool_response><|im_end|>\n"
+        "<|im_start|>assistant\n"
+    )
+    assert render(source, *messages[:2]) == (
+        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nhi<|im_end|>\n"
+    )

@@ -76,6 +76,7 @@ def test_every_sampling_field_arrives() -> None:
         "ignore_eos": True,
         "seed": 11,
         "skip_special_tokens": False,
+        "num_draft_tokens": 0,
     }
     for parse in (completion, chat):
         params = parse(**given, stop="x", stop_token_ids=[5], logit_bias={"7": -1}).requests[0].params
@@ -101,11 +102,8 @@ def test_unknown_fields_are_named(parse: Any) -> None:
     ("parse", "field", "value"),
     [
         (completion, "suffix", "x"),
-        (chat, "tools", [{"type": "function", "function": {"name": "f"}}]),
-        (chat, "tool_choice", "auto"),
-        (chat, "functions", []),
         (chat, "reasoning_effort", "high"),
-        (chat, "parallel_tool_calls", True),
+        (chat, "functions", []),
     ],
 )
 def test_what_is_not_supported_is_refused_by_name(parse: Any, field: str, value: object) -> None:
@@ -124,7 +122,14 @@ def test_what_is_not_supported_is_refused_by_name(parse: Any, field: str, value:
         ({"n": 1.0}, "n"),
         ({"n": True}, "n"),
         ({"n": 2, "best_of": 1}, "best_of"),
-        ({"n": 2, "best_of": 3}, "best_of"),
+        ({"n": 3, "best_of": 2}, "best_of"),
+        ({"n": 0, "best_of": 2}, "n"),
+        ({"best_of": MAX_NUM_CHOICES + 1}, "best_of"),
+        ({"best_of": 2, "stream": True}, "best_of"),
+        ({"best_of": 2, "max_tokens": 0, "echo": True}, "best_of"),
+        ({"prompt": ["a"] * 17, "best_of": MAX_NUM_CHOICES}, "best_of"),
+        ({"num_draft_tokens": -1}, "num_draft_tokens"),
+        ({"num_draft_tokens": 1.5}, "num_draft_tokens"),
         ({"logprobs": 10**6}, "logprobs"),
         ({"logprobs": MAX_NUM_LOGPROBS + 1}, "logprobs"),
         ({"logprobs": True}, "logprobs"),

@@ -324,3 +324,33 @@ def test_an_abort_is_an_error_to_whoever_still_listens() -> None:
         reply.feed(delta)
     assert reply.is_done
     assert isinstance(reply.error, EngineError)
+
+
+def test_best_of_keeps_the_likeliest_choices_per_token() -> None:
+    """The scripted model is made to find every token as likely as its id is high."""
+
+    def blur(step: int, logits: np.ndarray) -> None:
+        logits += np.linspace(0, 9, logits.shape[1], dtype=np.float32)
+
+    def sampled(**body: Any) -> dict[str, Any]:
+        engine = scripted_engine(after_step=blur)
+        reply, _ = run(COMPLETIONS, engine, prompt=["a", "b"], temperature=1.0, seed=5, max_tokens=4, **body)
+        return reply.body()
+
+    every = sampled(n=5, logprobs=0)
+    best = sampled(n=2, best_of=5)
+    means = [
+        sum(choice["logprobs"]["token_logprobs"]) / len(choice["logprobs"]["tokens"])
+        for choice in every["choices"]
+    ]
+    assert len(set(means)) > 5
+    expected = [
+        every["choices"][prompt * 5 + number]["text"]
+        for prompt in range(2)
+        for number in sorted(range(5), key=lambda number: -means[prompt * 5 + number])[:2]
+    ]
+    assert [choice["text"] for choice in best["choices"]] == expected
+    assert [choice["index"] for choice in best["choices"]] == [0, 1, 2, 3]
+    assert all(choice["logprobs"] is None for choice in best["choices"])
+    assert best["usage"] == every["usage"], "all that was sampled counts"
+    assert sampled(n=5, best_of=5, logprobs=0) == every

@@ -10,6 +10,7 @@ import pytest
 
 from pelton.errors import RequestError
 from pelton.runtime.executor import ExecutorLimits
+from pelton.runtime.grammar.compiler import GrammarCompiler
 from pelton.runtime.llm import LLM
 from pelton.runtime.protocol import CHAT_COMPLETIONS, COMPLETIONS, ApiContext, parse_call
 from pelton.runtime.request import Request, SamplingParams
@@ -19,7 +20,8 @@ from support.tiny_model import NUM_PADDED_LOGITS, byte_tokenizer, scripted_engin
 LIMITS = ExecutorLimits(
     max_model_len=64, max_batch_size=4, max_step_tokens=32, block_size=16, num_blocks=32, vocab_size=NUM_PADDED_LOGITS
 )  # fmt: skip
-CONTEXT = ApiContext(byte_tokenizer(), LIMITS, ("tiny",))
+TOKENIZER = byte_tokenizer()
+CONTEXT = ApiContext(TOKENIZER, LIMITS, ("tiny",), grammars=GrammarCompiler(TOKENIZER, LIMITS.vocab_size))
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 ENDPOINTS = {
     COMPLETIONS: {"prompt": "abc"},

@@ -17,6 +17,7 @@ from pelton.runtime.penalties import TokenCounts
 from pelton.runtime.request import Request, SamplingParams
 from pelton.runtime.sampler import LOGPROB_FLOOR, HostSampler, uniform_at
 from pelton.runtime.sequence import Sequence
+from support.sampling import sample_each
 
 VOCAB = 300
 EOS = 7
@@ -43,7 +44,7 @@ def noise(rows: int, seed: int = 0, scale: float = 2.0) -> np.ndarray:
 
 
 def sample(logits: np.ndarray, *sequences: Sequence, sampler: HostSampler | None = None) -> list[TokenEvent]:
-    events = (sampler or HostSampler(VOCAB, [EOS])).sample(logits, list(sequences))
+    events = sample_each(sampler or HostSampler(VOCAB, [EOS]), logits, list(sequences))
     assert all(isinstance(event, TokenEvent) for event in events)
     return events  # type: ignore[return-value]
 
@@ -56,7 +57,7 @@ def test_greedy_takes_the_largest_and_of_equal_ones_the_lowest_id() -> None:
     logits = logits_of({5: 3.0, 200: 3.0}, {9: 1.0}, {})
     greedy = [sequence(temperature=temperature) for temperature in (0.0, 1e-6, 0.0)]
     assert chosen(logits, *greedy) == [5, 9, 0]
-    assert HostSampler(VOCAB, []).sample(logits[:0], []) == []
+    assert sample_each(HostSampler(VOCAB, []), logits[:0], []) == []
 
 
 def test_the_models_logits_stay_unchanged() -> None:
@@ -86,7 +87,7 @@ def test_min_tokens_masks_eos_and_stop_ids_until_it_is_reached() -> None:
 
 def test_eos_ids_outside_the_models_vocabulary_are_harmless() -> None:
     sampler = HostSampler(VOCAB, [EOS, VOCAB, -1])
-    assert sampler.sample(logits_of({EOS: 1.0, 4: 0.5}), [sequence(min_tokens=1)]) == [TokenEvent(4)]
+    assert sample_each(sampler, logits_of({EOS: 1.0, 4: 0.5}), [sequence(min_tokens=1)]) == [TokenEvent(4)]
 
 
 def test_bias_comes_before_penalties() -> None:
@@ -276,7 +277,7 @@ def test_a_sampling_request_without_a_seed_is_a_bug_of_the_caller() -> None:
         sample(noise(1), sequence(temperature=1.0, seed=None))
     assert sample(noise(1), sequence(temperature=0.0, seed=None))
     with pytest.raises(ValueError, match="shape"):
-        HostSampler(VOCAB + 1, []).sample(noise(1), [sequence()])
+        sample_each(HostSampler(VOCAB + 1, []), noise(1), [sequence()])
 
 
 @pytest.mark.parametrize(
@@ -289,7 +290,7 @@ def test_sa_06_a_poisoned_row_fails_alone(poison: dict[int, float], temperature:
     expected = sample(logits, *rows)
     for token_id, value in poison.items():
         logits[2, token_id] = value
-    events = HostSampler(VOCAB, [EOS]).sample(logits, rows)
+    events = sample_each(HostSampler(VOCAB, [EOS]), logits, rows)
     assert isinstance(events[2], EngineError)
     assert "request r" in str(events[2])
     assert [events[i] for i in (0, 1, 3)] == [expected[i] for i in (0, 1, 3)]
@@ -298,10 +299,14 @@ def test_sa_06_a_poisoned_row_fails_alone(poison: dict[int, float], temperature:
 def test_sa_06_rows_with_nothing_left_fail_alone() -> None:
     logits = logits_of({EOS: 1.0}, {}, base=-math.inf)
     logits[1] = -math.inf
-    events = HostSampler(VOCAB, [EOS]).sample(logits, [sequence(min_tokens=1), sequence(temperature=1.0)])
+    events = sample_each(
+        HostSampler(VOCAB, [EOS]), logits, [sequence(min_tokens=1), sequence(temperature=1.0)]
+    )
     assert [type(event) for event in events] == [EngineError, EngineError]
     assert "min_tokens" in str(events[0])
-    assert HostSampler(VOCAB, [EOS]).sample(logits[:1], [sequence(temperature=1.0)]) == [TokenEvent(EOS)]
+    assert sample_each(HostSampler(VOCAB, [EOS]), logits[:1], [sequence(temperature=1.0)]) == [
+        TokenEvent(EOS)
+    ]
 
 
 def strict(logprob: TokenLogprob) -> str:

@@ -96,12 +96,29 @@ def test_pc_07_random_traces(name: str, hash_function: Callable[[bytes], bytes] 
         assert driver.scheduler.num_prefix_hit_tokens > 0
 
 
+@pytest.mark.parametrize("name", TRACES)
+def test_random_traces_with_drafts(name: str) -> None:
+    rng = random.Random(f"drafts {name}")
+    driver = StepDriver(make_config(**TRACES[name]), drafting=rng)
+    trace = Trace(driver, rng)
+    for _ in range(STEPS_PER_TRACE):
+        trace.tick()
+    driver.run()
+    assert len(driver.outputs) > 50
+    if name != "step_as_small_as_the_batch":
+        assert driver.num_accepted > 150
+        assert driver.num_rejected > 40
+    if name in ("tight", "tiny", "no_cache"):
+        assert driver.scheduler.num_preemptions > 50, "the pool is not small enough to prove anything"
+
+
 class SchedulerMachine(RuleBasedStateMachine):
     """The same, but with steps that Hypothesis chooses and shrinks."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.driver = StepDriver(make_config(num_blocks=7, block_size=2, max_batch_size=3, max_step_tokens=5))
+        config = make_config(num_blocks=7, block_size=2, max_batch_size=3, max_step_tokens=5)
+        self.driver = StepDriver(config, drafting=random.Random(0))
 
     @rule(
         prompt=st.lists(st.integers(0, 1), min_size=1, max_size=9),

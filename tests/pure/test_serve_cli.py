@@ -29,8 +29,9 @@ def started(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """What the command would have loaded and served."""
     seen: dict[str, Any] = {"ends_well": True}
 
-    def load_engine(path: Path, config: EngineConfig) -> Engine:
+    def load_engine(path: Path, config: EngineConfig, chat_template: str | None) -> Engine:
         seen["engine_config"] = config
+        seen["chat_template"] = chat_template
         return scripted_engine()
 
     def run_server(engine: Engine, sock: socket.socket, config: ServerConfig, on_ready: Any) -> bool:
@@ -61,19 +62,24 @@ def test_the_http_parser_is_the_same_wherever_it_runs() -> None:
     assert config.http_protocol_class.__name__ == "H11Protocol"
 
 
-def test_every_option_arrives(started: dict[str, Any]) -> None:
+def test_every_option_arrives(started: dict[str, Any], tmp_path: Path) -> None:
     options = """
         --api-key k1 --api-key k2 --served-model-name a --served-model-name b
         --max-waiting 5 --drain-seconds 2 --hang-seconds 3 --max-body-mib 4
-        --max-batch-size 6 --no-prefix-caching
+        --max-batch-size 6 --no-prefix-caching --tool-call-parser hermes --reasoning-parser none
     """
-    result = invoke(*shlex.split(options))
+    template = tmp_path / "template.jinja"
+    template.write_text("{{ messages[0].content }} é", "utf-8")
+    result = invoke(*shlex.split(options), "--chat-template", str(template))
     assert result.exit_code == 0, result.output
     assert started["server_config"] == ServerConfig(
         ("a", "b"),
         ("k1", "k2"),
         GatewayConfig(max_waiting=5, drain_seconds=2.0, hang_seconds=3.0, max_body_bytes=4 * 2**20),
+        tool_call_parser="hermes",
+        reasoning_parser="none",
     )
+    assert started["chat_template"] == "{{ messages[0].content }} é"
     assert started["engine_config"] == EngineConfig(enable_prefix_caching=False, max_batch_size=6)
 
 
@@ -86,6 +92,9 @@ def test_every_option_arrives(started: dict[str, Any]) -> None:
         ("--hang-seconds", "inf"),
         ("--served-model-name", ""),
         ("--served-model-name", " "),
+        ("--tool-call-parser", "gpt"),
+        ("--reasoning-parser", "gpt"),
+        ("--chat-template", "no-such-file"),
     ],
 )
 def test_what_is_no_value_is_refused(started: dict[str, Any], option: str, value: str) -> None:
@@ -142,3 +151,23 @@ def test_a_host_that_does_not_exist(started: dict[str, Any]) -> None:
 def test_a_missing_bundle(tmp_path: Path) -> None:
     result = CliRunner().invoke(command, [str(tmp_path / "nothing"), "--port", "0"])
     assert isinstance(result.exception, BundleError)
+
+
+@pytest.mark.parametrize(
+    ("source", "reason"),
+    [
+        (b"{% for %}", "line 1"),
+        (b"{{ greeting }}", "messages"),
+        (b"\xff{{ messages }}", "utf-8"),
+    ],
+)
+def test_a_file_that_is_no_chat_template_is_refused_before_the_engine_is_loaded(
+    started: dict[str, Any], tmp_path: Path, source: bytes, reason: str
+) -> None:
+    file = tmp_path / "template.jinja"
+    file.write_bytes(source)
+    result = invoke("--chat-template", str(file))
+    assert isinstance(result.exception, PeltonError)
+    assert str(result.exception).startswith(f"--chat-template {file}: ")
+    assert reason in str(result.exception)
+    assert "engine_config" not in started

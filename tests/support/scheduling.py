@@ -6,6 +6,7 @@ that its pages were right: a foreign, stale or unwritten page shows at once.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterable
 
 from pelton.runtime.executor import ExecutorLimits
@@ -15,6 +16,7 @@ from pelton.runtime.prefix_cache import HashFunction
 from pelton.runtime.request import Request, SamplingParams
 from pelton.runtime.scheduler import Scheduler, SchedulerConfig
 from pelton.runtime.sequence import Sequence
+from pelton.runtime.speculate.draft import NO_DRAFT, Draft
 
 from .scripted import ScriptedExecutor, digest
 
@@ -59,11 +61,20 @@ class StepDriver:
     """A minimal engine: greedy, choice i of a request takes the scripted token + i so that choices differ.
 
     `on_commit` runs between the executor's step and the commit. `outputs` are the sequences that ran to their
-    end.
+    end. With `drafting` sequences get drafts of random lengths, right up to a random token.
     """
 
-    def __init__(self, config: SchedulerConfig, *, hash_function: HashFunction | None = None) -> None:
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        *,
+        hash_function: HashFunction | None = None,
+        drafting: random.Random | None = None,
+    ) -> None:
         self.config = config
+        self._drafting = drafting
+        self.num_accepted = 0
+        self.num_rejected = 0
         self.scheduler = Scheduler(config, hash_function=hash_function)
         limits = ExecutorLimits(
             max_model_len=config.max_model_len,
@@ -121,6 +132,8 @@ class StepDriver:
         self.num_copies += len(plan.block_copies)
         self.scheduler.check_invariants()
         self._check_bounds(plan, running)
+        if self._drafting is not None:
+            plan = self._draft(plan, self._drafting)
         self._check_hazards(plan)
         return plan
 
@@ -136,22 +149,63 @@ class StepDriver:
         assert (scheduler.num_running, scheduler.num_waiting, scheduler.num_used_blocks) == (0, 0, 0)
         assert scheduler.num_free_blocks + scheduler.num_cached_blocks == self.config.num_blocks
 
+    def _draft(self, plan: StepPlan, rng: random.Random) -> StepPlan:
+        config, preemptions = self.config, self.scheduler.num_preemptions
+        # Before its first token a sequence may still fork.
+        drafting = [item.sequence for item in plan.items if item.sequence.num_output_tokens]
+        wanted = {sequence: rng.choice((0, 1, 2, 5, 9)) for sequence in drafting if rng.random() < 0.7}
+        granted = self.scheduler.reserve(plan, wanted)
+        self.scheduler.check_invariants()
+        assert self.scheduler.num_preemptions == preemptions, "somebody was preempted for a draft"
+        sampling = {item.sequence for item in plan.items if item.is_sampling}
+        assert all(s in sampling and 1 <= n <= wanted[s] for s, n in granted.items())
+        assert plan.num_tokens + sum(granted.values()) <= config.max_step_tokens
+        drafts = {}
+        for sequence, num_tokens in granted.items():
+            assert sequence.num_tokens + num_tokens < self.scheduler.token_limit(sequence.request)
+            context, num_right = list(sequence.token_ids), rng.randint(0, num_tokens)
+            for i in range(rng.randint(0, num_tokens)):
+                context.append((self._next_token(context) + sequence.index + (i >= num_right)) % VOCAB_SIZE)
+            drafts[sequence] = Draft(tuple(context[sequence.num_tokens :]))
+        plan = self.scheduler.attach(plan, drafts)
+        assert all(
+            item.draft == drafts.get(item.sequence, NO_DRAFT) for item in plan.items if len(item.draft)
+        )
+        return plan
+
     def _take_tokens(self, plan: StepPlan, tokens: list[int]) -> None:
         rows = iter(tokens)
         for item in plan.items:
             sequence, token = item.sequence, -1
+            is_taking = item.is_sampling and not sequence.is_finished
+            known = [*sequence.token_ids[: item.known_end], *item.draft.token_ids]
+            chosen = []
             for offset in logits_offsets(item):
                 token = next(rows)
-                context = sequence.token_ids[: item.start + offset + 1]
-                assert token == self._next_token(context), "the KV pages of a sequence are wrong"
-            if sequence.is_finished or not item.is_sampling:
+                end = item.start + offset + 1
+                assert token == self._next_token(known[:end]), "the KV pages of a sequence are wrong"
+                if end >= item.known_end:
+                    chosen.append(token)
+            if not is_taking:
                 continue
+            token = self._take_accepted(sequence, item.draft, chosen)
             for choice in (sequence, *self._fork(sequence)):
                 if choice.num_tokens < self.scheduler.token_limit(choice.request):
                     self.scheduler.append(choice, (token + choice.index) % VOCAB_SIZE)
                 if choice.num_tokens >= self.scheduler.token_limit(choice.request):
                     self._complete(choice)
         assert next(rows, None) is None
+
+    def _take_accepted(self, sequence: Sequence, draft: Draft, chosen: list[int]) -> int:
+        """Append the drafted tokens that are right; returns what was chosen behind them."""
+        for drafted, token in zip(draft.token_ids, chosen, strict=False):
+            if drafted != (token + sequence.index) % VOCAB_SIZE:
+                self.num_rejected += 1
+                return token
+            self.scheduler.append(sequence, drafted, is_computed=True)
+            self.scheduler.check_invariants()
+            self.num_accepted += 1
+        return chosen[len(draft)]
 
     def _fork(self, sequence: Sequence) -> list[Sequence]:
         if sequence.index or sequence.num_output_tokens or not sequence.request.params.max_tokens:

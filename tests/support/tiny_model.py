@@ -21,12 +21,27 @@ CHAT_TEMPLATE = (
     "{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+TOOL_TEMPLATE = (
+    "{% if tools %}<|im_start|>system\nCall as <tool_call></tool_call>:"
+    "{% for tool in tools %} {{ tool | tojson }}{% endfor %}<|im_end|>\n{% endif %}"
+    "{% for message in messages %}"
+    "<|im_start|>{{ message.role }}\n{{ message.content or '' }}"
+    "{% for call in message.tool_calls or [] %}"
+    '<tool_call>\n{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}'
+    "\n</tool_call>"
+    "{% endfor %}<|im_end|>\n"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n"
+    "{% if thinks %}<think>\n{% endif %}{% if false %}</think>{% endif %}{% endif %}"
+)
+"""Hermes calls; `thinks` opens reasoning in the prompt."""
+
 IM_START, IM_END, BOS = "<|im_start|>", "<|im_end|>", "<s>"
 NUM_PADDED_LOGITS = 272
 """Wider than the tokenizer's 258 or 259 tokens, as real models' logits often are."""
 
 
-def byte_tokenizer(*, has_bos: bool = False) -> Tokenizer:
+def byte_tokenizer(*, has_bos: bool = False, template: str = CHAT_TEMPLATE) -> Tokenizer:
     """One token per byte, then the ChatML control tokens. EOS is `<|im_end|>`."""
     alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     backend = tokenizers.Tokenizer(
@@ -46,7 +61,7 @@ def byte_tokenizer(*, has_bos: bool = False) -> Tokenizer:
         bos_token=BOS if has_bos else None,
         special_tokens=special,
         eos_token_ids=[backend.token_to_id(IM_END)],
-        chat_template=ChatTemplate({"default": CHAT_TEMPLATE}, {"eos_token": IM_END}),
+        chat_template=ChatTemplate({"default": template}, {"eos_token": IM_END}),
     )
 
 
@@ -59,9 +74,24 @@ def reciting(tokenizer: Tokenizer) -> Callable[[Sequence[int]], int]:
     return lambda context: following.get(context[-1], letters[0])
 
 
+def answering(tokenizer: Tokenizer, text: str) -> Callable[[Sequence[int]], int]:
+    """Answers every chat of `TOOL_TEMPLATE` with `text`."""
+    header = tokenizer.encode(f"{IM_START}assistant\n", add_special_tokens=False)
+    (eos,) = tokenizer.eos_token_ids
+    answer = [*tokenizer.encode(text, add_special_tokens=False), eos]
+
+    def next_token(context: Sequence[int]) -> int:
+        starts = (at for at in range(len(context), -1, -1) if [*context[at : at + len(header)]] == header)
+        num_written = len(context) - next(starts, len(context) - len(header)) - len(header)
+        return answer[num_written % len(answer)]
+
+    return next_token
+
+
 def scripted_engine(
     tokenizer: Tokenizer | None = None,
     *,
+    next_token: Callable[[Sequence[int]], int] | None = None,
     max_model_len: int = 512,
     max_batch_size: int = 8,
     max_step_tokens: int = 64,
@@ -79,5 +109,6 @@ def scripted_engine(
         num_blocks=num_blocks,
         vocab_size=NUM_PADDED_LOGITS,
     )
-    executor = ScriptedExecutor(reciting(tokenizer), limits, before_step=before_step, after_step=after_step)
+    next_token = next_token or reciting(tokenizer)
+    executor = ScriptedExecutor(next_token, limits, before_step=before_step, after_step=after_step)
     return Engine(executor, tokenizer, EngineConfig(check_invariants=True), name="tiny")

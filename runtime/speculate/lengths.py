@@ -1,0 +1,219 @@
+"""How many draft tokens each sequence gets in a step: as many as are expected to pay for their time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from ..sequence import Sequence
+from .costs import StepCosts
+
+# Positions of a draft whose acceptance is learned together for one sequence: it sees too few to learn each alone.
+# The first differs most from the others: text is copied in runs, and once a run goes on, it goes on.
+_GROUP_STARTS = (0, 1, 3)
+_NUM_GROUPS = len(_GROUP_STARTS)
+_MAX_POSITIONS = 64  # further positions are as the last of these
+
+_FIRST_RATE = 0.8  # acceptance that is expected before anything is known ...
+_FIRST_TRIALS = 4.0  # ... with the weight of so many trials
+_SHARED_DECAY = 0.99  # per trial: the last 100 or so of all sequences count
+_OWN_DECAY = 0.8  # per draft: the last 5 or so of a sequence count
+_SHARED_TRIALS = 8.0  # weight of what all sequences show in the estimate for one
+
+_LEAST_GAIN = 0.02  # drafts that promise less are not worth the risk of the estimate
+_ROW_SHARE = 0.002  # a row costs at least this part of the step: its mask, logits and draw
+_RAMP = 2  # steps grow at most to so many times the tokens of those that were measured ...
+_FIRST_TOKENS = 16  # ... unless they are small
+_PLAIN_AFTER = (
+    64  # steps with drafts after which one goes without, to measure the time that drafts are compared with
+)
+_FIRST_PLAIN_AFTER = 2  # the same before that time was ever measured
+_VARIED_EVERY = 8  # steps after which one may have fewer drafts than seem best, to learn the times between
+_VARIED_PARTS = (0.5, 0.7, 0.85)
+_PROBE_SHARE = 0.01  # part of the time that may go into probes of what does not seem to pay
+_PROBE_TOKENS = 4
+_PROBE_COST = 0.1  # of a step, which a probe is taken to cost at least, unless its part of the rows is less
+_EVIDENCE_AGE = 32  # steps after which the acceptance of a sequence is worth a probe
+_DRAFTED_AGE = 256  # steps without any draft after which the time of drafted rows is worth one
+
+
+@dataclass(slots=True)
+class _Own:
+    """What one sequence showed, by group of positions: drafted tokens that were reached, and those accepted."""
+
+    tried: list[float] = field(default_factory=lambda: [0.0] * _NUM_GROUPS)
+    passed: list[float] = field(default_factory=lambda: [0.0] * _NUM_GROUPS)
+    seen: int = 0  # the step of the newest evidence
+
+
+class DraftLengths:
+    """Allots the draft tokens of a step by goodput (SmartSpec, Liu et al. 2024): accepted tokens per second.
+
+    The token at position j of a draft counts if the j before it do, so its worth is the product of the acceptances
+    up to it. These are learned by position, not as one rate per token, for all sequences and, on top, for each.
+    The step's time is learned by its number of tokens. Of all drafted tokens the most promising are taken, as many
+    as make expected tokens per second largest. A full batch of unpredictable text thus gets none. What was found not
+    to pay is tried again, rarely enough that trying takes about a hundredth of the time.
+
+    A cheap drafter is best asked first and `allocate` then given the lengths of its drafts; its unverified drafts go
+    to `shadow`. Without `is_adaptive` everything is given. Holds no clock: seconds come from the caller.
+    """
+
+    def __init__(self, *, is_adaptive: bool = True) -> None:
+        self._is_adaptive = is_adaptive
+        self._tried = np.full(_MAX_POSITIONS, _FIRST_TRIALS)
+        self._passed = np.full(_MAX_POSITIONS, _FIRST_TRIALS * _FIRST_RATE)
+        self._own: dict[Sequence, _Own] = {}
+        self._steps = StepCosts()
+        self._proposals = StepCosts(is_free_at_zero=True)
+        self._num_steps = 0
+        self._last_drafted = 0
+        self._last_plain = 0
+        self._credit = 0.0  # seconds that probes may take
+
+    def allocate(self, wanted: Seq[tuple[Sequence, int]], num_tokens: int) -> list[int]:
+        """Draft tokens for each sequence of `wanted`, 0 up to what is wanted for it.
+
+        `wanted` has every sequence that gets a token of this step, with 0 where it can use no draft. `num_tokens` is
+        the step without drafts: one for each of these and what there is of prompts.
+        """
+        limits = [limit for _, limit in wanted]
+        self._num_steps += 1
+        if not self._is_adaptive or not any(limits):
+            return limits
+        gains = self._gains(wanted)
+        given = self._best(gains, limits, num_tokens)
+        is_pure = num_tokens == len(wanted)
+        if any(given) and is_pure and self._is_plain_due(num_tokens):
+            given = [0] * len(limits)
+        elif not any(given):
+            given = self._probe(wanted, num_tokens)
+        if any(given):
+            self._last_drafted = self._num_steps
+        elif is_pure:
+            self._last_plain = self._num_steps
+        return given
+
+    def record(self, sequence: Sequence, num_draft_tokens: int, num_accepted_tokens: int) -> None:
+        """Of a verified draft, `num_accepted_tokens` were right, and the next, where there is one, was not."""
+        if num_draft_tokens < 1:
+            return
+        own = self._own.setdefault(sequence, _Own())
+        own.seen = self._num_steps
+        reached = min(num_accepted_tokens + 1, num_draft_tokens)
+        stop = min(reached, _MAX_POSITIONS)
+        passed = min(num_accepted_tokens, _MAX_POSITIONS)
+        self._tried[:stop] = self._tried[:stop] * _SHARED_DECAY + 1.0
+        self._passed[:stop] *= _SHARED_DECAY
+        self._passed[:passed] += 1.0
+        ends = (*_GROUP_STARTS[1:], reached)
+        for group, (start, end) in enumerate(zip(_GROUP_STARTS, ends, strict=True)):
+            if reached <= start:
+                break
+            end = min(end, reached)
+            own.tried[group] = own.tried[group] * _OWN_DECAY + end - start
+            own.passed[group] = own.passed[group] * _OWN_DECAY + max(min(num_accepted_tokens, end) - start, 0)
+
+    def shadow(self, sequence: Sequence, num_draft_tokens: int, num_agreed: int) -> None:
+        """A draft that was not verified: its first `num_agreed` tokens are what came, the next is not.
+
+        `num_draft_tokens` is the part of it that can be compared with what came.
+        """
+        self.record(sequence, num_draft_tokens, num_agreed)
+
+    def record_step(self, num_tokens: int, seconds: float) -> None:
+        """A step of `num_tokens`, prompts and drafts included, took `seconds` without the drafting."""
+        if num_tokens > 0 and seconds > 0:
+            self._steps.record(num_tokens, seconds)
+
+    def record_propose(self, num_tokens: int, seconds: float) -> None:
+        """Drafting `num_tokens`, over all sequences, took `seconds`. Need not be told for look-ups."""
+        if num_tokens > 0:
+            self._proposals.record(num_tokens, seconds)
+
+    def end(self, sequence: Sequence) -> None:
+        """Forget `sequence`. Idempotent."""
+        self._own.pop(sequence, None)
+
+    def _gains(self, wanted: Seq[tuple[Sequence, int]]) -> np.ndarray:
+        """`[B, K]` float64: the chance that a draft of a sequence is right up to and with position k."""
+        num_positions = max(limit for _, limit in wanted)
+        none = _Own()
+        owns = [self._own.get(sequence, none) for sequence, _ in wanted]
+        positions = np.minimum(np.arange(num_positions), _MAX_POSITIONS - 1)
+        groups = np.searchsorted(_GROUP_STARTS, positions, side="right") - 1
+        tried = np.array([own.tried for own in owns])[:, groups]  # [B, K]
+        passed = np.array([own.passed for own in owns])[:, groups]  # [B, K]
+        shared = (self._passed / self._tried)[positions]  # [K]
+        rates = (passed + _SHARED_TRIALS * shared) / (tried + _SHARED_TRIALS)
+        gains: np.ndarray = np.cumprod(rates, axis=1)
+        return gains
+
+    def _best(self, gains: np.ndarray, limits: list[int], num_tokens: int) -> list[int]:
+        """The allotment of most expected tokens per second. `gains` `[B, K]` do not rise along K."""
+        is_wanted = np.arange(gains.shape[1]) < np.array(limits)[:, None]  # [B, K]
+        rows, _ = np.nonzero(is_wanted)
+        worth = gains[is_wanted]  # [M], in the order of `rows`
+        order = np.argsort(-worth, kind="stable")  # of one sequence the earlier positions stay first
+        order = order[: self._room(num_tokens)]
+        taken = np.arange(len(order) + 1)  # [M'+1]
+        expected = np.concatenate(([0.0], np.cumsum(worth[order])))
+        seconds = self._seconds(num_tokens, taken)
+        # Prompts in the step count as the tokens that could have been decoded in their time.
+        plain = len(limits) * max(seconds[0] / self._seconds(len(limits), taken[:1])[0], 1.0)
+        rates = (plain + expected) / seconds
+        best = int(np.argmax(rates))
+        if rates[best] < rates[0] * (1 + _LEAST_GAIN):
+            best = 0
+        best = self._varied(best, num_tokens)
+        return [int(n) for n in np.bincount(rows[order[:best]], minlength=len(limits))]
+
+    def _seconds(self, num_tokens: int, drafted: np.ndarray) -> np.ndarray:
+        """Time of a step of `num_tokens` and `drafted` more of them, drafting included; ascending from 0 drafted."""
+        steps = np.ones(drafted.shape)
+        if self._steps.is_known:
+            steps = self._steps.seconds(num_tokens + drafted)
+        seconds: np.ndarray = np.maximum(steps, steps[0] * (1 + _ROW_SHARE * drafted))
+        seconds += np.where(drafted > 0, self._proposals.seconds(drafted), 0.0)
+        return seconds
+
+    def _varied(self, best: int, num_tokens: int) -> int:
+        """`best`, or now and then a part of it whose time is not known.
+
+        Between two measurements time is taken to be straight. Where it has a knee, the best number lies there, and
+        is never found by steps of only the numbers that look best.
+        """
+        if best and self._num_steps % _VARIED_EVERY == 0:
+            for part in _VARIED_PARTS:
+                if not self._steps.knows(num_tokens + int(best * part)):
+                    return int(best * part)
+        return best
+
+    def _room(self, num_tokens: int) -> int:
+        """Drafted tokens that the known times say something about."""
+        return max(_RAMP * max(num_tokens, self._steps.largest), _FIRST_TOKENS) - num_tokens
+
+    def _is_plain_due(self, num_tokens: int) -> bool:
+        """Whether this step should go without drafts for the sake of its time."""
+        limit = _PLAIN_AFTER if self._steps.knows(num_tokens) else _FIRST_PLAIN_AFTER
+        return self._num_steps - self._last_plain > limit
+
+    def _probe(self, wanted: Seq[tuple[Sequence, int]], num_tokens: int) -> list[int]:
+        """A few draft tokens for the sequence that showed nothing for longest, if they can be afforded."""
+        given = [0] * len(wanted)
+        seen = [self._own[sequence].seen if sequence in self._own else 0 for sequence, _ in wanted]
+        oldest = min((i for i, (_, limit) in enumerate(wanted) if limit), key=seen.__getitem__)
+        length = min(wanted[oldest][1], _PROBE_TOKENS)
+        plain, drafted = self._seconds(num_tokens, np.array([0, length]))
+        cost = max(drafted - plain, plain * min(length / num_tokens, _PROBE_COST))
+        self._credit = min(self._credit + _PROBE_SHARE * plain, cost)
+        is_due = (
+            self._num_steps - seen[oldest] > _EVIDENCE_AGE
+            or self._num_steps - self._last_drafted > _DRAFTED_AGE
+        )
+        if is_due and self._credit >= cost:
+            self._credit = 0.0
+            given[oldest] = length
+        return given

@@ -1,0 +1,229 @@
+"""What is drafted in a step, and what becomes known of drafts when it has run."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ...errors import EngineError
+from ..plan import PlanItem, StepPlan
+from ..request import SamplingParams
+from ..scheduler import Scheduler
+from ..sequence import Sequence
+from ..structured import Matcher
+from .draft import NO_DRAFT, Draft, DraftAsk, Drafter
+from .lengths import DraftLengths
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+
+# Tokens that a form forces are computed now or a step later each: so many at once is for the others in the batch.
+MAX_FORCED_TOKENS = 32
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class DraftTerms:
+    """What drafts of a sequence must keep to: its form, and whether its tokens may depend on what is drafted."""
+
+    matcher: Matcher | None = None
+    may_draw: bool = False
+
+
+Terms = Callable[[Sequence], DraftTerms]
+
+
+class Speculator:
+    """Adds drafts to plans: first tokens that a form forces, else what `drafter` proposes (None: nothing).
+
+    At most `draft_limit` tokens of the drafter's for a sequence, and of those as many as `lengths` expects to pay. Only
+    how soon tokens come is decided here. A drafter that raises is not asked again: the log says why.
+    """
+
+    def __init__(
+        self,
+        *,
+        eos_token_ids: frozenset[int],
+        drafter: Drafter | None = None,
+        draft_limit: int = 0,
+        lengths: DraftLengths | None = None,
+    ) -> None:
+        self._eos_token_ids = eos_token_ids
+        self._drafter = drafter
+        self._draft_limit = draft_limit
+        self._lengths = lengths or DraftLengths()
+        self._num_drafted: dict[Sequence, int] = {}  # by the drafter, in the step under way
+        self._shadows: dict[
+            Sequence, tuple[int, tuple[int, ...]]
+        ] = {}  # (where it begins, what was not verified)
+
+    @property
+    def has_drafter(self) -> bool:
+        return self._drafter is not None
+
+    def draft(self, plan: StepPlan, scheduler: Scheduler, terms: Terms) -> StepPlan:
+        """The plan to run in place of `plan`, the scheduler's last."""
+        self._num_drafted = {}
+        # Before its first token a sequence may still fork.
+        items = [item for item in plan.items if item.is_sampling and item.sequence.num_output_tokens]
+        drafts = self._forced(items, terms)
+        sizes = {sequence: len(draft) for sequence, draft in drafts.items()}
+        asks = [] if self._drafter is None else self._asks(items, drafts, terms)
+        if not asks and not drafts:
+            return plan
+        proposals: dict[Sequence, Draft] = {}
+        if asks and self._drafter is not None and self._drafter.is_lookup:
+            self._score_shadows(asks)
+            proposals = self._propose(asks, terms)
+            asks = [ask for ask in asks if proposals.get(ask.sequence)]
+        wanted = [(a.sequence, len(proposals.get(a.sequence) or range(a.num_tokens))) for a in asks]
+        sizes |= zip((a.sequence for a in asks), self._lengths.allocate(wanted, plan.num_tokens), strict=True)
+        granted = scheduler.reserve(plan, sizes)
+        if self._drafter is not None and not self._drafter.is_lookup:
+            asks = [
+                DraftAsk(a.sequence, granted[a.sequence], a.may_draw) for a in asks if a.sequence in granted
+            ]
+            proposals = self._propose(asks, terms)
+        for ask in asks:
+            sequence = ask.sequence
+            proposal = proposals.get(sequence, NO_DRAFT)
+            used = proposal.cut(granted.get(sequence, 0))
+            if used:
+                drafts[sequence] = used
+                self._num_drafted[sequence] = len(used)
+                self._shadows.pop(sequence, None)
+            elif proposal and sequence not in self._shadows:
+                self._shadows[sequence] = sequence.num_tokens, proposal.token_ids
+        return scheduler.attach(plan, {s: draft.cut(granted.get(s, 0)) for s, draft in drafts.items()})
+
+    def record(self, sequence: Sequence, num_accepted_tokens: int) -> None:
+        """So many drafted tokens of `sequence` have been accepted in the step under way."""
+        num_drafted = self._num_drafted.get(sequence, 0)
+        if num_drafted:
+            self._lengths.record(sequence, num_drafted, min(num_drafted, num_accepted_tokens))
+
+    def record_step(self, num_tokens: int, seconds: float) -> None:
+        """A step of `num_tokens` tokens has taken so long, sampling included."""
+        if self._drafter is not None:
+            self._lengths.record_step(num_tokens, seconds)
+
+    def observe(self, hidden: np.ndarray | torch.Tensor, sequences: Seq[Sequence], rows: Seq[int]) -> None:
+        """See `Drafter.observe`."""
+        if self._drafter is not None:
+            try:
+                self._drafter.observe(hidden, sequences, rows)
+            except Exception as error:
+                self._give_up(error)
+
+    def end(self, sequence: Sequence) -> None:
+        """`sequence` has ended, with its tokens still in it. Idempotent."""
+        self._lengths.end(sequence)
+        self._shadows.pop(sequence, None)
+        self._num_drafted.pop(sequence, None)
+        if self._drafter is not None:
+            try:
+                self._drafter.end(sequence)
+            except Exception as error:
+                self._give_up(error)
+
+    def close(self) -> None:
+        if self._drafter is not None:
+            self._drafter.close()
+
+    def _forced(self, items: Seq[PlanItem], terms: Terms) -> dict[Sequence, Draft]:
+        drafts = {}
+        for item in items:
+            matcher = terms(item.sequence).matcher
+            if matcher is not None and item.sequence.request.params.num_draft_tokens != 0:
+                tokens = _forced_tokens(matcher)
+                if tokens:
+                    drafts[item.sequence] = Draft(tokens)
+        return drafts
+
+    def _asks(self, items: Seq[PlanItem], forced: Mapping[Sequence, Draft], terms: Terms) -> list[DraftAsk]:
+        asks = []
+        for item in items:
+            sequence = item.sequence
+            limit = _limit(sequence.request.params, self._draft_limit)
+            if limit and sequence not in forced:
+                asks.append(DraftAsk(sequence, limit, terms(sequence).may_draw))
+        return asks
+
+    def _propose(self, asks: Seq[DraftAsk], terms: Terms) -> dict[Sequence, Draft]:
+        if not asks or self._drafter is None:
+            return {}
+        start = time.perf_counter()
+        try:
+            proposals = self._drafter.propose(asks)
+        except Exception as error:
+            self._give_up(error)
+            return {}
+        self._lengths.record_propose(sum(map(len, proposals)), time.perf_counter() - start)
+        return {
+            ask.sequence: self._cut(ask.sequence, proposal, terms(ask.sequence).matcher)
+            for ask, proposal in zip(asks, proposals, strict=True)
+        }
+
+    def _cut(self, sequence: Sequence, draft: Draft, matcher: Matcher | None) -> Draft:
+        """Without what cannot be accepted: what is behind an end of the sequence, or behind what its form refuses.
+
+        Of a drawn draft the refused token itself stays: that it was drawn and refused decides what the leftover is.
+        """
+        params = sequence.request.params
+        ends = {*params.stop_token_ids, *(() if params.ignore_eos else self._eos_token_ids)}
+        for place, token_id in enumerate(draft.token_ids, 1):
+            if token_id in ends:
+                draft = draft.cut(place)
+        if matcher is None or not draft:
+            return draft
+        num_valid = _num_valid(matcher, draft.token_ids)
+        return draft.cut(num_valid + (draft.probs is not None))
+
+    def _score_shadows(self, asks: Seq[DraftAsk]) -> None:
+        """Compare what was proposed and not verified with the tokens that came."""
+        for ask in asks:
+            sequence = ask.sequence
+            start, tokens = self._shadows.get(sequence, (0, ()))
+            came = sequence.token_ids[start : start + len(tokens)] if tokens else ()
+            agreed = 0
+            while agreed < len(came) and came[agreed] == tokens[agreed]:
+                agreed += 1
+            if tokens and (agreed < len(came) or agreed == len(tokens)):
+                self._lengths.shadow(sequence, len(tokens), agreed)
+                del self._shadows[sequence]
+
+    def _give_up(self, error: Exception) -> None:
+        log.error("drafting is switched off: the drafter failed", exc_info=error)
+        self._drafter = None
+
+
+def _limit(params: SamplingParams, draft_limit: int) -> int:
+    return draft_limit if params.num_draft_tokens is None else min(params.num_draft_tokens, draft_limit)
+
+
+# A form that has outgrown its limits gets no drafts; that its mask cannot be filled ends the sequence.
+
+
+def _forced_tokens(matcher: Matcher) -> tuple[int, ...]:
+    try:
+        return tuple(matcher.forced(MAX_FORCED_TOKENS))
+    except EngineError:
+        return ()
+
+
+def _num_valid(matcher: Matcher, token_ids: Seq[int]) -> int:
+    """How many of `token_ids` the matcher, which stays where it is, would take."""
+    num_valid = 0
+    try:
+        while num_valid < len(token_ids) and matcher.accept(token_ids[num_valid]):
+            num_valid += 1
+        matcher.rollback(num_valid)
+    except EngineError:
+        return 0
+    return num_valid

@@ -210,13 +210,19 @@ def _parse_chat(body: ChatBody, context: ApiContext, call_id: str) -> Call:
     )
     continued = messages[-1] if body.continue_final_message else None
     is_open = context.ends_in_reasoning(token_ids, continued)
-    if is_open and use.is_enforced:
+    calls = enforced_calls(use, context.tool_format)
+    if calls is not None and params.structured_output is not None:
+        field = params.structured_output.field
+        raise RequestError(
+            f"{field} and tool_choice ask for two forms of one output; send one of them", field=field
+        )
+    if is_open and (use.is_enforced or params.structured_output is not None):
         token_ids += context.end_of_reasoning
     reading = answer_format(use, context.tool_format, context.reasoning_format, is_in_reasoning=is_open)
     params = replace(
         params,
         shown_special_tokens=context.tokenizer.special_ids_of(reading.literals),
-        structured_output=enforced_calls(use, context.tool_format),
+        structured_output=calls or params.structured_output,
     )
     token_ids, cut = _truncate(token_ids, body, params, context)
     request = _request(f"{call_id}-0", token_ids, params, body, context, "messages", limit_field)
@@ -280,12 +286,6 @@ def _check_chat_options(body: ChatBody) -> None:
                 f"top_logprobs must be between 0 and {MAX_NUM_LOGPROBS}, got {body.top_logprobs}",
                 field="top_logprobs",
             )
-    if body.response_format not in (None, {"type": "text"}):
-        raise RequestError(
-            'response_format: only {"type": "text"} is supported',
-            field="response_format",
-            code="unsupported_value",
-        )
 
 
 def _check_call(body: Body, context: ApiContext) -> None:

@@ -14,6 +14,7 @@ from ..errors import EngineError, PeltonError, RequestError
 from .detokenizer import Detokenizer
 from .engine_config import EngineConfig, EngineStats, within
 from .executor import Executor, ExecutorLimits, StepOutput
+from .grammar.compiler import GrammarCompiler
 from .grammar.mask_filler import MaskFiller, MaskRows
 from .inputs import logits_offsets, pack
 from .outputs import Delta, TokenEvent, TokenLogprob
@@ -93,6 +94,7 @@ class Engine:
         self._sampler = executor.make_sampler(tokenizer.eos_token_ids)
         self._speculator = speculator or Speculator(eos_token_ids=frozenset(tokenizer.eos_token_ids))
         self._mask_filler: MaskFiller | None = None  # from the first form on
+        self._grammars = GrammarCompiler(tokenizer, limits.vocab_size)
         self._check_invariants = config.check_invariants
         self._active: dict[str, _Active] = {}
         self._num_deadlines = 0
@@ -107,6 +109,11 @@ class Engine:
     @property
     def limits(self) -> ExecutorLimits:
         return self._limits
+
+    @property
+    def grammars(self) -> GrammarCompiler:
+        """Compiles `SamplingParams.structured_output` for `Request.grammar`, in whichever thread asks."""
+        return self._grammars
 
     @property
     def has_work(self) -> bool:
@@ -205,6 +212,7 @@ class Engine:
         if self._mask_filler is not None:
             self._mask_filler.close()
         self._speculator.close()
+        self._grammars.close()
         self._executor.close()
 
     def _choice(self, sequence: Sequence) -> _Choice:

@@ -295,7 +295,9 @@ class LLM:
         return list(outputs.values())
 
     def _request(self, token_ids: Sequence[int], params: SamplingParams) -> Request:
-        return Request(f"llm-{next(self._request_numbers)}", tuple(token_ids), params)
+        form = params.structured_output
+        grammar = None if form is None else self._engine.grammars.compile(form)
+        return Request(f"llm-{next(self._request_numbers)}", tuple(token_ids), params, grammar=grammar)
 
     def _read_prompt(self, prompt: object, field: str) -> tuple[str | None, list[int]]:
         """The prompt's text, unless it is given as ids, and its ids. Raises `RequestError` naming `field`."""

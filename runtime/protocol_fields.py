@@ -25,15 +25,10 @@ _NOT_SUPPORTED = frozenset(
         "documents",
         "function_call",
         "functions",
-        "guided_choice",
-        "guided_grammar",
-        "guided_json",
-        "guided_regex",
         "modalities",
         "parallel_tool_calls",
         "prediction",
         "reasoning_effort",
-        "structured_outputs",
         "suffix",
         "tools",
         "verbosity",
@@ -98,6 +93,13 @@ class Body(BaseModel):
     cache_salt: Annotated[str, Field(max_length=MAX_CACHE_SALT_CHARS)] = ""
     num_draft_tokens: Int | None = None
 
+    response_format: Any = None
+    structured_outputs: Any = None
+    guided_json: Any = None
+    guided_regex: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
+
     # Without effect on the tokens.
     metadata: Any = None
     prompt_cache_key: Any = None
@@ -125,7 +127,6 @@ class ChatBody(Body):
     max_completion_tokens: Int | None = None
     logprobs: bool = False
     top_logprobs: Int | None = None
-    response_format: Any = None
     tools: Any = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None

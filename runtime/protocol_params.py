@@ -5,6 +5,7 @@ from __future__ import annotations
 from ..errors import RequestError
 from .protocol_fields import Body
 from .protocol_prompt import check_token_ids
+from .protocol_structured import structured_output
 from .request import SamplingParams
 
 
@@ -40,6 +41,7 @@ def sampling_params(
         prompt_logprobs=prompt_logprobs,
         skip_special_tokens=body.skip_special_tokens,
         num_draft_tokens=body.num_draft_tokens,
+        structured_output=structured_output(body),
     )
 
 

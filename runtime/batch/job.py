@@ -105,11 +105,10 @@ class BatchJob:
         self._file.seek(0)
         lines = read_lines(self._file)
         writer = ResultWriter(self._output_path, options.sync_interval_s, clock)
-        run = JobRun(engine, lines, writer, self._results.done, self.found.progress, settings, clock)
         try:
+            run = JobRun(engine, lines, writer, self._results.done, self.found.progress, settings, clock)
             run.drive(on_progress, should_stop)
         finally:
-            run.close()
             writer.close()
         if file_stamp(self._file) != self._scan.stamp:
             raise JobError(

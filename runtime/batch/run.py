@@ -9,7 +9,6 @@ from hashlib import blake2b
 
 from ...errors import EngineError, PeltonError, RequestError
 from ..engine import Engine
-from ..grammar.compiler import GrammarCompiler
 from ..outputs import Delta
 from ..protocol import ApiContext, Call, Reply, error_reply, parse_call
 from ..request import Request
@@ -74,10 +73,7 @@ class JobRun:
         self._start = start
         self._settings = settings
         self._clock = clock
-        self._grammars = GrammarCompiler(engine.tokenizer, engine.limits.vocab_size)
-        self._context = ApiContext(
-            engine.tokenizer, engine.limits, settings.model_names, grammars=self._grammars
-        )
+        self._context = ApiContext(engine.tokenizer, engine.limits, settings.model_names, engine.grammars)
         self._in_flight: dict[str, _InFlight] = {}  # by request id
         self._num_in_flight = 0
         self._is_input_read = False
@@ -107,9 +103,6 @@ class JobRun:
         self._abort_all()
         if on_progress is not None:
             on_progress(self.progress())
-
-    def close(self) -> None:
-        self._grammars.close()
 
     def progress(self) -> JobProgress:
         return replace(

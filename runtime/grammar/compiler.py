@@ -98,8 +98,8 @@ class GrammarCompiler:
             # The first mask finds what is too complex, and the copies of the matcher start with what it has made.
             matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
         reason = matcher.get_error() or "; ".join(matcher.get_grammar_warnings())
-        if not reason and not mask.any():
-            reason = "it allows no output"
+        if not reason and not (mask & ~vocabulary.end_mask).any():
+            reason = "it allows no text"
         if reason:
             raise RequestError(
                 f"{output.field} cannot be compiled: {' '.join(reason.split())[:300]}",

@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Iterator
 
-from llguidance.gbnf_to_lark import GbnfToLarkError, gbnf_to_lark
+from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from ...errors import RequestError
 from ..protocol_json import JsonError, read_json
@@ -34,6 +34,8 @@ def write_grammar(output: StructuredOutput, vocabulary: Vocabulary, limits: Gram
         return _grammars("json_schema", _schema('{"type":"object"}', output.field, limits))
     if output.kind == "json_schema":
         return _grammars("json_schema", _schema(output.source, output.field, limits))
+    if output.kind in ("regex", "grammar") and not output.source.strip():
+        raise RequestError(f"{output.field}: it is empty", field=output.field)
     if output.kind == "regex":
         try:
             regex = full_regex(output.source)
@@ -96,8 +98,6 @@ def _choices(output: StructuredOutput) -> Iterator[str]:
 def _user_grammar(output: StructuredOutput, limits: GrammarLimits) -> str:
     """Lark if there is a rule `start: ...`, else the EBNF of llama.cpp, with a rule `root ::= ...`."""
     text = output.source
-    if not text.strip():
-        raise RequestError(f"{output.field}: the grammar is empty", field=output.field)
     is_lark = _IS_LARK.search(text) is not None
     bare = (_LARK_QUOTED if is_lark else _EBNF_QUOTED).sub('""', text)
     depth = 0
@@ -117,7 +117,7 @@ def _user_grammar(output: StructuredOutput, limits: GrammarLimits) -> str:
         return text
     try:
         return gbnf_to_lark(text)
-    except (GbnfToLarkError, ValueError, KeyError, IndexError, RecursionError) as error:
+    except Exception as error:  # the converter raises bare Exception
         raise RequestError(f"{output.field}: {str(error)[:200]}", field=output.field) from None
 
 

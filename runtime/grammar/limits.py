@@ -13,7 +13,7 @@ class GrammarLimits:
     request on, waiting for others included. `num_kept` compiled forms stay in memory, the latest used.
     """
 
-    max_bytes: int = 512 << 10
+    max_bytes: int = 256 << 10
     max_depth: int = 64
     deadline_seconds: float = 5.0
     num_kept: int = 128

@@ -52,17 +52,10 @@ class LlguidanceMatcher:
         ):
             raise ValueError(f"a mask is {self.vocabulary.num_words} int32 words in a row")
         if self._num_ends:
-            self._fill_end(mask)
+            mask[:] = self.vocabulary.end_mask
             return
         self._raw.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
         self.check()
-
-    def _fill_end(self, mask: np.ndarray) -> None:
-        """Allow nothing but the tokens that end a turn."""
-        mask[:] = 0
-        words = mask.view(np.uint32)
-        for token_id in self.vocabulary.eos_token_ids:
-            words[token_id // 32] |= np.uint32(1 << token_id % 32)
 
     def accept(self, token_id: int) -> bool:
         if token_id in self.vocabulary.eos_token_ids:

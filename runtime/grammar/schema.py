@@ -25,9 +25,9 @@ from .schema_choice import are_disjoint, can_end
 Schema = dict[str, Any] | bool
 
 MAX_NUM_NODES = 20_000
-MAX_NUM_PROPERTIES = (
-    1500  # of one object: what a grammar does to tell other keys from them grows with the square
-)
+MAX_NUM_PROPERTIES = 1500
+"""Of one object, or fewer in many: the time to compile grows with the sum of squares."""
+
 _MAX_EXACT = 2**53
 _TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
 _ANNOTATIONS = frozenset(
@@ -63,6 +63,7 @@ class _Reader:
         self._root = root
         self._max_depth = max_depth
         self._num_nodes = 0
+        self._num_squares = 0
         self._names: dict[str, str] = {}  # of definitions, by the pointer that they stand for
         self._in_place: dict[str, set[str]] = {}  # pointer -> pointers that describe the very same value
         self._edges: set[str] = set()  # those of what is being read
@@ -79,22 +80,27 @@ class _Reader:
             raise SchemaError(pointer, "a schema must be an object or a boolean")
         if pointer.count("/") > self._max_depth:
             raise SchemaError(pointer, f"nested more than {self._max_depth} levels deep")
-        plain: dict[str, Any] = {}
-        in_place: dict[str, Any] = {}
+        result: dict[str, Any] = {}
+        in_place: list[dict[str, Any]] = []
         for key, value in schema.items():
             at = f"{pointer}/{_escape(key)}"
             if key in _IN_PLACE:
-                in_place |= _IN_PLACE[key](self, value, at)
+                in_place.append(_IN_PLACE[key](self, value, at))
             elif key in _PLAIN:
-                plain |= _PLAIN[key](self, value, at)
+                result |= _PLAIN[key](self, value, at)
             elif not self._is_annotation(key, schema, pointer):
                 raise SchemaError(at, _refusal(key))
-        self._settle(plain, pointer, schema)
-        rest = [part for part in (plain.pop("allOf", []), in_place.pop("allOf", [])) if part]
-        result = plain | in_place
-        if rest:
-            result["allOf"] = [item for part in rest for item in part]
-        return result
+        self._settle(result, pointer, schema)
+        # Behind the plain ones, for those must stand together. Where two became one keyword, both hold.
+        all_of: list[Schema] = result.pop("allOf", [])
+        for part in in_place:
+            if "allOf" in part:
+                all_of += part["allOf"]
+            elif part.keys() & result.keys():
+                all_of.append(part)
+            else:
+                result |= part
+        return result | ({"allOf": all_of} if all_of else {})
 
     def read_definitions(self) -> None:
         """Read what references point at, and what those point at."""
@@ -272,17 +278,24 @@ class _Reader:
     def required(self, value: object, at: str) -> dict[str, Any]:
         if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
             raise SchemaError(at, "it must be a list of names")
-        if len(value) > MAX_NUM_PROPERTIES:
-            raise SchemaError(at, f"more than {MAX_NUM_PROPERTIES} properties")
+        self._count_names(len(value), at)
         return {"required": list(dict.fromkeys(value))}
 
     # -- what they share
 
+    def _count_names(self, count: int, at: str) -> None:
+        self._num_squares += count * count
+        if (
+            count > MAX_NUM_PROPERTIES or self._num_squares > 2 * MAX_NUM_PROPERTIES**2
+        ):  # `properties` and `required`
+            raise SchemaError(
+                at, f"more than {MAX_NUM_PROPERTIES} properties, or too many in several objects"
+            )
+
     def _members(self, value: object, at: str) -> dict[str, Schema]:
         if not isinstance(value, dict):
             raise SchemaError(at, "it must be an object of schemas")
-        if len(value) > MAX_NUM_PROPERTIES:
-            raise SchemaError(at, f"more than {MAX_NUM_PROPERTIES} properties")
+        self._count_names(len(value), at)
         return {key: self._below(member, f"{at}/{_escape(key)}") for key, member in value.items()}
 
     def _below(self, value: object, at: str) -> Schema:

@@ -16,7 +16,6 @@ from starlette.types import ASGIApp
 from ...errors import OverloadedError, PeltonError
 from ..engine import Engine
 from ..engine_loop import EngineLoop
-from ..grammar.compiler import GrammarCompiler
 from ..protocol import ApiContext
 from .app import create_app, guard
 from .gateway import Gateway, GatewayConfig
@@ -111,16 +110,17 @@ async def serve(
     """
     engine_loop = EngineLoop(engine)
     metrics = ServerMetrics(engine_loop.stats)
-    grammars = GrammarCompiler(engine.tokenizer, engine.limits.vocab_size)
     context = ApiContext(
         engine.tokenizer,
         engine.limits,
         config.model_names,
+        engine.grammars,
         tool_call_parser=config.tool_call_parser,
         reasoning_parser=config.reasoning_parser,
-        grammars=grammars,
     )
-    _ = context.max_prompt_chars  # read here, so that the first request does not wait for it
+    # Read here, so that the first request does not wait for them.
+    _ = context.max_prompt_chars
+    context.grammars.warm_up()
     gateway = Gateway(engine_loop, context, config.gateway, metrics)
     server = _Server(_uvicorn_config(guard(create_app(gateway, metrics), config.api_keys)), on_ready)
     engine_loop.start()
@@ -144,7 +144,6 @@ async def serve(
                 task.cancel()
     finally:
         gateway.close()
-        grammars.close()
         is_engine_closed = await asyncio.to_thread(engine_loop.stop, _ENGINE_STOP_SECONDS)
         if not is_engine_closed:
             _log.error("the engine did not stop within %.0f s", _ENGINE_STOP_SECONDS)

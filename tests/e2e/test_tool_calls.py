@@ -42,7 +42,15 @@ QUESTION = {"role": "user", "content": "What is the weather in Paris, in celsius
 @pytest.fixture(scope="module")
 def client(smollm2_float32_bundle: Path) -> Iterator[OpenAI]:
     """In float32, where an answer does not depend on what is cached."""
-    command = [sys.executable, "-m", "pelton.scripts.cli", "serve", str(smollm2_float32_bundle), "--port", "0"]
+    command = [
+        sys.executable,
+        "-m",
+        "pelton.scripts.cli",
+        "serve",
+        str(smollm2_float32_bundle),
+        "--port",
+        "0",
+    ]
     command += ["--served-model-name", MODEL, "--chat-template", str(TEMPLATE)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
@@ -126,7 +134,11 @@ def test_auto_leaves_the_model_free(client: OpenAI) -> None:
 def turn(city: str) -> list[dict[str, Any]]:
     """A question, and the call that it led to."""
     arguments = json.dumps({"city": city, "unit": "celsius"})
-    call = {"id": f"call_{city}", "type": "function", "function": {"name": "get_weather", "arguments": arguments}}
+    call = {
+        "id": f"call_{city}",
+        "type": "function",
+        "function": {"name": "get_weather", "arguments": arguments},
+    }
     return [
         {"role": "user", "content": f"What is the weather in {city}, in celsius?"},
         {"role": "assistant", "content": None, "tool_calls": [call]},

@@ -49,7 +49,7 @@ def _compiler() -> Iterator[None]:
 
 
 def chat(tokenizer: Tokenizer = TOKENIZER, parser: str = "auto", **body: Any) -> Call:
-    context = ApiContext(tokenizer, LIMITS, ("tiny",), tool_call_parser=parser, grammars=GRAMMARS)
+    context = ApiContext(tokenizer, LIMITS, ("tiny",), GRAMMARS, tool_call_parser=parser)
     return parse_call(CHAT_COMPLETIONS, {"messages": [USER], **body}, context, "id")
 
 
@@ -208,12 +208,14 @@ def test_so_01_a_schema_that_cannot_be_enforced_names_its_place() -> None:
     assert refusal(tools=[TIME, broken], tool_choice=named).field == "tool_choice[0]/properties/a/type"
 
 
-def test_without_a_compiler_nothing_is_left_unenforced() -> None:
-    context = ApiContext(TOKENIZER, LIMITS, ("tiny",))
-    body = {"messages": [USER], "tools": [TIME], "tool_choice": "required"}
-    with pytest.raises(RequestError) as caught:
-        parse_call(CHAT_COMPLETIONS, body, context, "id")
-    assert caught.value.field == "tools"
+def test_an_answer_of_another_form_has_no_place_for_calls() -> None:
+    form = {"response_format": {"type": "json_object"}}
+    for choice in ("auto", "required", NAMED):
+        assert refusal(tools=[TIME], tool_choice=choice, **form).field == "response_format"
+    call = chat(tools=[TIME], tool_choice="none", chat_template_kwargs={"thinks": True}, **form)
+    assert call.requests[0].params.structured_output.kind == "json_object"  # type: ignore[union-attr]
+    assert prompt_of(call).endswith("<think>\n\n</think>\n\n")
+    assert call.answer_format.is_plain
 
 
 @pytest.mark.parametrize("name", ["mistral", "granite"])

@@ -158,6 +158,11 @@ SCHEMAS: dict[str, Any] = {
         ],
         "properties": {"c": {"type": "boolean"}},
     },
+    "any of and one of": {
+        "anyOf": [{"type": "integer"}, {"type": "string", "maxLength": 3}],
+        "oneOf": [{"minimum": 3, "type": "integer"}, {"type": "string", "minLength": 2}],
+    },
+    "enum and const": {"enum": [1, 2], "const": 2},
     "all of strings": {"type": "string", "allOf": [{"pattern": "^a"}, {"pattern": "z$"}, {"maxLength": 4}]},
     "closed before all of": {
         "additionalProperties": False,

@@ -1,0 +1,184 @@
+"""Outputs drawn at random under the masks of many schemas are valid; what cannot be promised is refused."""
+
+from __future__ import annotations
+
+import json
+import random
+from functools import cache
+from typing import Any
+
+import pytest
+from jsonschema import Draft202012Validator
+
+from pelton.errors import RequestError
+from pelton.runtime.grammar.compiler import GrammarCompiler
+from pelton.runtime.grammar.limits import GrammarLimits
+from pelton.runtime.structured import StructuredOutput
+from pelton.runtime.tokenizer import Tokenizer
+from support.constrained import walk
+from support.json_schemas import SCHEMAS
+from support.vocabularies import byte_level, sentencepiece
+
+NUM_WALKS = 12
+NUM_PADDING = 70
+
+
+@cache
+def vocabulary(kind: str) -> tuple[Tokenizer, GrammarCompiler]:
+    tokenizer = {"byte-level": byte_level, "sentencepiece": sentencepiece}[kind]()
+    return tokenizer, GrammarCompiler(tokenizer, tokenizer.vocab_size + NUM_PADDING)
+
+
+def draw(output: StructuredOutput, seed: int, kind: str = "byte-level") -> str:
+    tokenizer, compiler = vocabulary(kind)
+    rng = random.Random(seed)
+    token_ids = walk(
+        compiler.compile(output),
+        tokenizer,
+        tokenizer.vocab_size + NUM_PADDING,
+        rng,
+        num_free=rng.choice((0, 5, 30)),
+    )
+    return tokenizer.decode(token_ids, skip_special_tokens=False, is_continuation=True)
+
+
+def form(schema: object) -> StructuredOutput:
+    return StructuredOutput("json_schema", json.dumps(schema), field="schema")
+
+
+def refusal(schema: object) -> RequestError:
+    with pytest.raises(RequestError) as error:
+        vocabulary("byte-level")[1].compile(form(schema))
+    return error.value
+
+
+@pytest.mark.filterwarnings("ignore:Possible set:FutureWarning")
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_so_04_every_output_is_valid(name: str) -> None:
+    validator = Draft202012Validator(SCHEMAS[name], format_checker=Draft202012Validator.FORMAT_CHECKER)
+    kind = "sentencepiece" if len(name) % 4 == 0 else "byte-level"
+    for seed in range(NUM_WALKS):
+        text = draw(form(SCHEMAS[name]), seed, kind)
+        validator.validate(json.loads(text))
+
+
+@pytest.mark.parametrize(
+    ("schema", "at"),
+    [
+        ({"type": "nope"}, "/type"),
+        ({"type": []}, "/type"),
+        ({"items": [{"type": "string"}]}, "/items"),
+        ({"properties": {"a": {"$ref": "#/$defs/x"}}}, "/properties/a/$ref"),
+        ({"$ref": "http://example.com/s"}, "/$ref"),
+        ({"properties": {"a/b": {"pattern": "("}}}, "/properties/a~1b/pattern"),
+        ({"pattern": "^(?=a)b"}, "/pattern"),
+        ({"patternProperties": {"(": {}}}, "/patternProperties/("),
+        ({"allOf": [{}, {"not": {}}]}, "/allOf/1/not"),
+        ({"if": {}, "then": {}}, "/if"),
+        ({"uniqueItems": True}, "/uniqueItems"),
+        ({"contains": {}}, "/contains"),
+        ({"propertyNames": {}}, "/propertyNames"),
+        ({"dependentRequired": {}}, "/dependentRequired"),
+        ({"unevaluatedProperties": False}, "/unevaluatedProperties"),
+        ({"contentEncoding": "base64"}, "/contentEncoding"),
+        ({"maxLenght": 3}, "/maxLenght"),
+        ({"x": 1}, "/x"),
+        ({"format": "regex"}, "/format"),
+        ({"format": "date", "pattern": "^2"}, "/format"),
+        ({"minLength": 5, "maxLength": 2}, "/minLength"),
+        ({"minItems": 2.5}, "/minItems"),
+        ({"minLength": True}, "/minLength"),
+        ({"maximum": "5"}, "/maximum"),
+        ({"exclusiveMinimum": True, "minimum": 3}, "/exclusiveMinimum"),
+        ({"maximum": 1e300}, "/maximum"),
+        ({"multipleOf": 0}, "/multipleOf"),
+        ({"enum": []}, "/enum"),
+        ({"enum": [1, {"a": 2**60}]}, "/enum/1/a"),
+        ({"required": "a"}, "/required"),
+        ({"minProperties": 2}, "/minProperties"),
+        ({"additionalProperties": 3}, "/additionalProperties"),
+        ({"anyOf": []}, "/anyOf"),
+        ({"oneOf": [{"type": "string"}, {"maxLength": 3}]}, "/oneOf/1"),
+        ({"oneOf": [{"const": 1}, {"const": 1.0}]}, "/oneOf/1"),
+        ({"properties": {"a": {"$id": "x"}}}, "/properties/a/$id"),
+        ({"properties": {"a": {"properties": {f"p{i}": {} for i in range(2000)}}}}, "/properties/a/properties"),
+        # Of no place in particular.
+        ({"$ref": "#"}, ""),
+        ({"$ref": "#/$defs/a", "$defs": {"a": {"anyOf": [{"$ref": "#/$defs/a"}, {}]}}}, "/$defs/a"),
+        ({"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}, ""),
+        ({"type": "integer", "minimum": 5, "maximum": 2}, ""),
+        ({"allOf": [{"type": "string"}, {"type": "null"}]}, ""),
+        ({"type": "object", "properties": {"a": {}}, "minProperties": 1}, ""),
+        (False, ""),
+        (3, ""),
+    ],
+)  # fmt: skip
+def test_so_01_a_schema_that_cannot_be_kept_is_refused_by_its_place(schema: object, at: str) -> None:
+    error = refusal(schema)
+    assert error.field == f"schema{at}"
+    assert str(error).startswith(error.field)
+
+
+@pytest.mark.parametrize("text", ["{", "", "{]", '{"a": 1, "a": 2}', "NaN", '{"enum": [1e999]}', '"\\ud800"'])
+def test_so_01_a_schema_that_is_no_json_is_refused(text: str) -> None:
+    with pytest.raises(RequestError, match=r"^guided_json is no JSON: "):
+        vocabulary("byte-level")[1].compile(StructuredOutput("json_schema", text, field="guided_json"))
+
+
+def nested(levels: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {"type": "null"}
+    for _ in range(levels):
+        schema = {"type": "object", "properties": {"a": schema}}
+    return schema
+
+
+def chosen(levels: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {"type": "null"}
+    for _ in range(levels):
+        schema = {
+            "oneOf": [
+                {"type": "object", "properties": {"k": {"const": k}, "v": schema}, "required": ["k", "v"]}
+                for k in (1, 2)
+            ]
+        }
+    return schema
+
+
+def test_so_03_depth_and_size_are_bounded() -> None:
+    _, compiler = vocabulary("byte-level")
+    assert compiler.compile(form(nested(28)))
+    assert compiler.compile(form(chosen(4)))
+    assert "levels deep" in str(refusal(nested(40)))
+    assert "levels deep" in str(refusal(nested(60)))
+    assert "bytes" in str(refusal(chosen(12)))
+    assert "bytes" in str(refusal({"description": "x" * 2_000_000}))
+
+
+def test_so_03_what_takes_too_long_is_refused() -> None:
+    tokenizer, _ = vocabulary("byte-level")
+    compiler = GrammarCompiler(tokenizer, tokenizer.vocab_size, limits=GrammarLimits(deadline_seconds=1e-6))
+    with pytest.raises(RequestError) as error:
+        compiler.compile(form(chosen(8)))
+    assert error.value.code == "grammar_too_complex"
+    compiler.close()
+
+
+def test_so_02_white_space_ends_and_strings_keep_theirs() -> None:
+    tokenizer, compiler = vocabulary("byte-level")
+    schema = {"type": "object", "properties": {"a": {"type": "array"}}, "required": ["a"]}
+    (blank,) = tokenizer.encode("\n", add_special_tokens=False)
+    for output in (StructuredOutput("json_object"), form(schema)):
+        matcher = compiler.compile(output).start()
+        num_blanks = []
+        for token_id in tokenizer.encode('{"a":[1]}', add_special_tokens=False):
+            assert matcher.accept(token_id)
+            num_blanks.append(0)
+            while num_blanks[-1] < 100 and matcher.accept(blank):
+                num_blanks[-1] += 1
+        assert max(num_blanks) == 8
+        assert matcher.is_finished
+    in_string = compiler.compile(form({"type": "string"})).start()
+    (quote,) = tokenizer.encode('"', add_special_tokens=False)
+    (space,) = tokenizer.encode(" ", add_special_tokens=False)
+    assert all(map(in_string.accept, [quote, *[space] * 100, quote]))
+    assert in_string.is_finished

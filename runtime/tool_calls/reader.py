@@ -183,8 +183,9 @@ class CallReader(ABC):
         yield from self._skip(_SPACE)
 
     def _accept(self, literal: str) -> Reading[bool]:
-        """Whether `literal` comes next; it is read if so, and nothing is if not."""
-        yield from self._more()  # while arguments stream this moves the position, so `literal` is one character then
+        """Whether `literal` comes next; it is read if so, and nothing is if not. Not where `_more` may settle: while
+        arguments stream only for one character that is known to be there.
+        """
         begin = self._position
         for char in literal:
             if (yield from self._peek()) != char:

@@ -39,6 +39,7 @@ CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required"
 WEATHER = {"type": "function", "function": {"name": "get_weather", "description": "W", "parameters": CITY}}
 TIME = {"type": "function", "function": {"name": "get_time"}}
 NAMED = {"type": "function", "function": {"name": "get_time"}}
+WEATHER_NAMED = {"type": "function", "function": {"name": "get_weather"}}
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>'
 
 
@@ -335,6 +336,15 @@ def test_an_answer_that_calls() -> None:
     assert first["id"].startswith("call_")
     again, _ = answer(f"I look.\n{CALL}\n{CALL}", tools=[WEATHER])
     assert again == choice, "ids are the same in equal jobs"
+
+
+@pytest.mark.parametrize(("choice", "reason"), [("required", "tool_calls"), (WEATHER_NAMED, "stop")])
+def test_an_enforced_call(choice: Any, reason: str) -> None:
+    told, chunks = answer(CALL, tools=[WEATHER, TIME], tool_choice=choice)
+    assert told["finish_reason"] == chunks[-1]["finish_reason"] == reason
+    (call,) = told["message"]["tool_calls"]
+    assert call["function"] == {"name": "get_weather", "arguments": '{"city": "Paris"}'}
+    assert joined(chunks) == told["message"]
 
 
 def test_content_is_null_beside_calls_alone() -> None:

@@ -22,6 +22,7 @@ from pelton.runtime.tool_calls import (
     ParsedCall,
     parse_answer,
 )
+from pelton.runtime.tool_calls.reader import MAX_HELD_CHARS, Reading
 from support.vocabularies import byte_level_backend
 
 NAMES = ("get_weather", "f")
@@ -149,6 +150,35 @@ def test_what_follows_a_broken_call_is_content_again() -> None:
     )
     listed = '[TOOL_CALLS] [{"name": "f", "arguments": {}}, {"name": 1}]'
     assert parsed(listed, "mistral") == ParsedAnswer(', {"name": 1}]', calls=[ParsedCall("f", "{}")])
+
+
+@pytest.mark.parametrize("size", range(MAX_HELD_CHARS - 60, MAX_HELD_CHARS + 60, 7))
+def test_a_call_that_is_held_too_long_is_none(size: int) -> None:
+    text = f'<tool_call>{{"arguments": {{"a": "{"x" * (size - 60)}"}}, "name": "f"}}</tool_call>'
+    answer = parsed(text, "hermes")
+    assert streamed(text, "hermes") == answer
+    assert answer in (ParsedAnswer(text), parsed(text.replace("arguments", "parameters"), "hermes"))
+    assert bool(answer.calls) == (text.index("}</") < MAX_HELD_CHARS)
+
+
+def test_a_text_full_of_half_calls_takes_no_longer_than_others() -> None:
+    steps = 0
+
+    class Counting(TOOL_FORMATS["hermes"].reader):  # type: ignore[misc]
+        def _more(self) -> Reading[bool]:
+            nonlocal steps
+            steps += 1
+            return (yield from super()._more())
+
+    def count(size: int) -> int:
+        nonlocal steps
+        steps = 0
+        reader = Counting()
+        reader.feed('<tool_call>{"arguments": {"a": "' * size)
+        reader.finish()
+        return steps
+
+    assert count(800) < 2.5 * count(400)
 
 
 def test_arguments_may_come_first_be_null_or_be_missing() -> None:

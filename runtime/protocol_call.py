@@ -33,7 +33,7 @@ from .protocol_tools import (
     AnswerFormat,
     answer_format,
     check_tool_format,
-    enforced_calls,
+    held_form,
     num_tool_chars,
     read_tool_use,
 )
@@ -210,19 +210,20 @@ def _parse_chat(body: ChatBody, context: ApiContext, call_id: str) -> Call:
     )
     continued = messages[-1] if body.continue_final_message else None
     is_open = context.ends_in_reasoning(token_ids, continued)
-    calls = enforced_calls(use, context.tool_format)
-    if calls is not None and params.structured_output is not None:
-        field = params.structured_output.field
-        raise RequestError(
-            f"{field} and tool_choice ask for two forms of one output; send one of them", field=field
-        )
-    if is_open and (use.is_enforced or params.structured_output is not None):
+    form = held_form(use, context.tool_format, params.structured_output)
+    if is_open and form is not None:
         token_ids += context.end_of_reasoning
-    reading = answer_format(use, context.tool_format, context.reasoning_format, is_in_reasoning=is_open)
+    reading = answer_format(
+        use,
+        context.tool_format,
+        context.reasoning_format,
+        is_held=form is not None,
+        is_in_reasoning=is_open,
+    )
     params = replace(
         params,
         shown_special_tokens=context.tokenizer.special_ids_of(reading.literals),
-        structured_output=calls or params.structured_output,
+        structured_output=form,
     )
     token_ids, cut = _truncate(token_ids, body, params, context)
     request = _request(f"{call_id}-0", token_ids, params, body, context, "messages", limit_field)
@@ -359,13 +360,14 @@ def _request(
     check_context(len(token_ids), params, max_model_len, prompt_field=field, limit_field=limit_field)
     if limit_field is None and params.max_tokens is not None:
         params = replace(params, max_tokens=min(params.max_tokens, max_model_len - len(token_ids)))
+    form = params.structured_output
     return Request(
         request_id=request_id,
         prompt_token_ids=tuple(token_ids),
         params=params,
         cache_salt=body.cache_salt,
         arrival_time=time.monotonic(),
-        grammar=context.compile(params.structured_output),
+        grammar=None if form is None else context.grammars.compile(form),
     )
 
 

@@ -125,10 +125,11 @@ class Reply:
         choice = self._choices[index]
         choice.num_output_tokens = delta.num_output_tokens
         if not self.call.stream:
-            choice.texts.append(delta.text)
             choice.logprobs.extend(delta.logprobs)
             if self.call.is_chat:
                 choice.message.feed(delta.text, is_last=delta.finish_reason is not None)
+            else:
+                choice.texts.append(delta.text)
         if delta.finish_reason is not None:
             choice.finish_reason = delta.finish_reason
             choice.stop_reason = delta.stop_reason

@@ -7,6 +7,7 @@
   calls, `required` to one or more of any tools; a prompt that ends inside reasoning gets the tag that ends it.
 - `parallel_tool_calls` false: one call where calls are enforced; with `auto` those after the first are dropped.
 - `strict` functions need an enforced call.
+- An answer of another form (`response_format`, ...) excludes calls: it needs `tool_choice` none.
 """
 
 from __future__ import annotations
@@ -137,22 +138,33 @@ def answer_format(
     tool_format: ToolFormat | None,
     reasoning_format: ReasoningFormat | None,
     *,
+    is_held: bool,
     is_in_reasoning: bool,
 ) -> AnswerFormat:
-    """How answers to a call with these tools are read. One that is held to a form has no reasoning."""
+    """How answers to a call with these tools are read. One that `is_held` to a form has no reasoning."""
     return AnswerFormat(
         tool_format=None if use.choice == "none" else tool_format,
-        reasoning_format=None if use.is_enforced else reasoning_format,
+        reasoning_format=None if is_held else reasoning_format,
         tool_names=tuple(tool.name for tool in use.tools),
-        is_in_reasoning=is_in_reasoning and not use.is_enforced,
+        is_in_reasoning=is_in_reasoning and not is_held,
         max_calls=None if use.is_parallel else 1,
         is_named=use.choice == "named",
     )
 
 
-def enforced_calls(use: ToolUse, tool_format: ToolFormat | None) -> StructuredOutput | None:
-    """The form that an answer must have, or None if it is free."""
-    if tool_format is None or not use.is_enforced:
+def held_form(
+    use: ToolUse, tool_format: ToolFormat | None, asked: StructuredOutput | None
+) -> StructuredOutput | None:
+    """The form that an answer must have: `asked`, or that of calls, or None if it is free."""
+    if use.choice == "none" or tool_format is None:
+        return asked
+    if asked is not None:
+        raise RequestError(
+            f"{asked.field}: an answer of this form has no place for calls; set tool_choice to none",
+            field=asked.field,
+            code="unsupported_value",
+        )
+    if not use.is_enforced:
         return None
     form = tool_format.enforce(use.tools, use.choice == "required" and use.is_parallel)
     return replace(form, field="tool_choice") if use.choice == "named" else form

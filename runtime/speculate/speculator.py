@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from ...errors import EngineError
-from ..plan import PlanItem, StepPlan
+from ..plan import StepPlan
 from ..request import SamplingParams
 from ..scheduler import Scheduler
 from ..sequence import Sequence
 from ..structured import Matcher
-from .draft import NO_DRAFT, Draft, DraftAsk, Drafter
+from .draft import Draft, DraftAsk, Drafter
 from .lengths import DraftLengths
 
 if TYPE_CHECKING:
@@ -70,29 +70,30 @@ class Speculator:
     def draft(self, plan: StepPlan, scheduler: Scheduler, terms: Terms) -> StepPlan:
         """The plan to run in place of `plan`, the scheduler's last."""
         self._num_drafted = {}
+        items = [item for item in plan.items if item.is_sampling]
         # Before its first token a sequence may still fork.
-        items = [item for item in plan.items if item.is_sampling and item.sequence.num_output_tokens]
-        drafts = self._forced(items, terms)
-        sizes = {sequence: len(draft) for sequence, draft in drafts.items()}
-        asks = [] if self._drafter is None else self._asks(items, drafts, terms)
+        begun = [item.sequence for item in items if item.sequence.num_output_tokens]
+        drafts = self._forced(begun, terms)
+        asks = self._asks([sequence for sequence in begun if sequence not in drafts], terms)
         if not asks and not drafts:
             return plan
+        num_forced = sum(map(len, drafts.values()))
+        sizes = {sequence: len(draft) for sequence, draft in drafts.items()}
         proposals: dict[Sequence, Draft] = {}
-        if asks and self._drafter is not None and self._drafter.is_lookup:
+        wanted = {ask.sequence: ask.num_tokens for ask in asks}
+        if self._is_lookup:
             self._score_shadows(asks)
-            proposals = self._propose(asks, terms)
-            asks = [ask for ask in asks if proposals.get(ask.sequence)]
-        wanted = [(a.sequence, len(proposals.get(a.sequence) or range(a.num_tokens))) for a in asks]
-        sizes |= zip((a.sequence for a in asks), self._lengths.allocate(wanted, plan.num_tokens), strict=True)
+            proposals = self._propose([ask for ask in asks if self._lengths.is_due(ask.sequence)], terms)
+            wanted = {sequence: len(proposal) for sequence, proposal in proposals.items()}
+        if any(wanted.values()):
+            pairs = [(item.sequence, wanted.get(item.sequence, 0)) for item in items]
+            allotted = self._lengths.allocate(pairs, plan.num_tokens + num_forced)
+            sizes |= {s: size for (s, _), size in zip(pairs, allotted, strict=True) if s not in sizes}
         granted = scheduler.reserve(plan, sizes)
-        if self._drafter is not None and not self._drafter.is_lookup:
-            asks = [
-                DraftAsk(a.sequence, granted[a.sequence], a.may_draw) for a in asks if a.sequence in granted
-            ]
+        if not self._is_lookup:
+            asks = [replace(ask, num_tokens=granted[ask.sequence]) for ask in asks if ask.sequence in granted]
             proposals = self._propose(asks, terms)
-        for ask in asks:
-            sequence = ask.sequence
-            proposal = proposals.get(sequence, NO_DRAFT)
+        for sequence, proposal in proposals.items():
             used = proposal.cut(granted.get(sequence, 0))
             if used:
                 drafts[sequence] = used
@@ -123,9 +124,9 @@ class Speculator:
 
     def end(self, sequence: Sequence) -> None:
         """`sequence` has ended, with its tokens still in it. Idempotent."""
-        self._lengths.end(sequence)
         self._shadows.pop(sequence, None)
-        self._num_drafted.pop(sequence, None)
+        self._num_drafted.pop(sequence, None)  # nothing is recorded of it any more
+        self._lengths.end(sequence)
         if self._drafter is not None:
             try:
                 self._drafter.end(sequence)
@@ -136,24 +137,25 @@ class Speculator:
         if self._drafter is not None:
             self._drafter.close()
 
-    def _forced(self, items: Seq[PlanItem], terms: Terms) -> dict[Sequence, Draft]:
+    @property
+    def _is_lookup(self) -> bool:
+        return self._drafter is not None and self._drafter.is_lookup
+
+    def _forced(self, sequences: Seq[Sequence], terms: Terms) -> dict[Sequence, Draft]:
         drafts = {}
-        for item in items:
-            matcher = terms(item.sequence).matcher
-            if matcher is not None and item.sequence.request.params.num_draft_tokens != 0:
+        for sequence in sequences:
+            matcher = terms(sequence).matcher
+            if matcher is not None and sequence.request.params.num_draft_tokens != 0:
                 tokens = _forced_tokens(matcher)
                 if tokens:
-                    drafts[item.sequence] = Draft(tokens)
+                    drafts[sequence] = Draft(tokens)
         return drafts
 
-    def _asks(self, items: Seq[PlanItem], forced: Mapping[Sequence, Draft], terms: Terms) -> list[DraftAsk]:
-        asks = []
-        for item in items:
-            sequence = item.sequence
-            limit = _limit(sequence.request.params, self._draft_limit)
-            if limit and sequence not in forced:
-                asks.append(DraftAsk(sequence, limit, terms(sequence).may_draw))
-        return asks
+    def _asks(self, sequences: Seq[Sequence], terms: Terms) -> list[DraftAsk]:
+        if self._drafter is None:
+            return []
+        limits = ((s, _limit(s.request.params, self._draft_limit)) for s in sequences)
+        return [DraftAsk(s, limit, terms(s).may_draw) for s, limit in limits if limit]
 
     def _propose(self, asks: Seq[DraftAsk], terms: Terms) -> dict[Sequence, Draft]:
         if not asks or self._drafter is None:

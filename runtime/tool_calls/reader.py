@@ -23,6 +23,9 @@ _Value = TypeVar("_Value")
 Reading = Generator[None, None, _Value]
 """A walk over the text, suspended whenever it needs characters that have not arrived."""
 
+MAX_HELD_CHARS = 4096
+"""What may be unread again: without a bound a text full of half calls would be read once for each of them."""
+
 _SPACE = re.compile(r"\s*")
 _PLAIN = re.compile(r'[^"\\]*')  # within a string
 _BETWEEN = re.compile(r"[\w\s.,:+\-]*", re.ASCII)  # between strings and brackets; Python's True and NaN too
@@ -40,8 +43,8 @@ class CallReader(ABC):
     Text that is no call is content, markers of a malformed call included. A call counts once its name and the
     first key of its arguments (or `{}`) have been read: from then on it streams. If it breaks later, it keeps the
     arguments up to there, as one does that the token limit cuts, and the rest is content. No character of the text
-    is lost but those of the format itself and white space beside calls. `tool_names` are the tools that the model
-    was given.
+    is lost but those of the format itself, other members of its objects, and white space beside calls. What is not
+    known to be a call after `MAX_HELD_CHARS` is none. `tool_names` are the tools that the model was given.
     """
 
     markers: ClassVar[tuple[str, ...]] = ()
@@ -159,6 +162,8 @@ class CallReader(ABC):
 
     def _more(self) -> Reading[bool]:
         """Wait for a character; False at the end of the text."""
+        if self._position >= MAX_HELD_CHARS and not self._is_streaming:
+            raise Malformed
         while self._position == len(self._buffer):
             if self._is_ended:
                 return False
@@ -183,8 +188,9 @@ class CallReader(ABC):
         yield from self._skip(_SPACE)
 
     def _accept(self, literal: str) -> Reading[bool]:
-        """Whether `literal` comes next; it is read if so, and nothing is if not."""
-        yield from self._more()  # while arguments stream this moves the position, so `literal` is one character then
+        """Whether `literal` comes next; it is read if so, and nothing is if not. Not where `_more` may settle: while
+        arguments stream only for one character that is known to be there.
+        """
         begin = self._position
         for char in literal:
             if (yield from self._peek()) != char:

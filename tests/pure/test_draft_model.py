@@ -1,4 +1,4 @@
-"""A draft model beside its target: one pool, the same vocabulary, and pages that are right whatever the scheduler does."""
+"""A draft model beside its target: one pool, one vocabulary, and pages that are right whatever the scheduler does."""
 
 from __future__ import annotations
 

@@ -39,6 +39,7 @@ CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required"
 WEATHER = {"type": "function", "function": {"name": "get_weather", "description": "W", "parameters": CITY}}
 TIME = {"type": "function", "function": {"name": "get_time"}}
 NAMED = {"type": "function", "function": {"name": "get_time"}}
+WEATHER_NAMED = {"type": "function", "function": {"name": "get_weather"}}
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>'
 
 
@@ -49,7 +50,7 @@ def _compiler() -> Iterator[None]:
 
 
 def chat(tokenizer: Tokenizer = TOKENIZER, parser: str = "auto", **body: Any) -> Call:
-    context = ApiContext(tokenizer, LIMITS, ("tiny",), tool_call_parser=parser, grammars=GRAMMARS)
+    context = ApiContext(tokenizer, LIMITS, ("tiny",), GRAMMARS, tool_call_parser=parser)
     return parse_call(CHAT_COMPLETIONS, {"messages": [USER], **body}, context, "id")
 
 
@@ -208,12 +209,14 @@ def test_so_01_a_schema_that_cannot_be_enforced_names_its_place() -> None:
     assert refusal(tools=[TIME, broken], tool_choice=named).field == "tool_choice[0]/properties/a/type"
 
 
-def test_without_a_compiler_nothing_is_left_unenforced() -> None:
-    context = ApiContext(TOKENIZER, LIMITS, ("tiny",))
-    body = {"messages": [USER], "tools": [TIME], "tool_choice": "required"}
-    with pytest.raises(RequestError) as caught:
-        parse_call(CHAT_COMPLETIONS, body, context, "id")
-    assert caught.value.field == "tools"
+def test_an_answer_of_another_form_has_no_place_for_calls() -> None:
+    form = {"response_format": {"type": "json_object"}}
+    for choice in ("auto", "required", NAMED):
+        assert refusal(tools=[TIME], tool_choice=choice, **form).field == "response_format"
+    call = chat(tools=[TIME], tool_choice="none", chat_template_kwargs={"thinks": True}, **form)
+    assert call.requests[0].params.structured_output.kind == "json_object"  # type: ignore[union-attr]
+    assert prompt_of(call).endswith("<think>\n\n</think>\n\n")
+    assert call.answer_format.is_plain
 
 
 @pytest.mark.parametrize("name", ["mistral", "granite"])
@@ -333,6 +336,15 @@ def test_an_answer_that_calls() -> None:
     assert first["id"].startswith("call_")
     again, _ = answer(f"I look.\n{CALL}\n{CALL}", tools=[WEATHER])
     assert again == choice, "ids are the same in equal jobs"
+
+
+@pytest.mark.parametrize(("choice", "reason"), [("required", "tool_calls"), (WEATHER_NAMED, "stop")])
+def test_an_enforced_call(choice: Any, reason: str) -> None:
+    told, chunks = answer(CALL, tools=[WEATHER, TIME], tool_choice=choice)
+    assert told["finish_reason"] == chunks[-1]["finish_reason"] == reason
+    (call,) = told["message"]["tool_calls"]
+    assert call["function"] == {"name": "get_weather", "arguments": '{"city": "Paris"}'}
+    assert joined(chunks) == told["message"]
 
 
 def test_content_is_null_beside_calls_alone() -> None:

@@ -93,8 +93,8 @@ class Engine:
         )
         self._sampler = executor.make_sampler(tokenizer.eos_token_ids)
         self._speculator = speculator or Speculator(eos_token_ids=frozenset(tokenizer.eos_token_ids))
-        self._mask_filler: MaskFiller | None = None  # from the first form on
         self._grammars = GrammarCompiler(tokenizer, limits.vocab_size)
+        self._mask_filler: MaskFiller | None = None  # from the first form on
         self._check_invariants = config.check_invariants
         self._active: dict[str, _Active] = {}
         self._num_deadlines = 0
@@ -209,10 +209,10 @@ class Engine:
         """End everything that runs and let go of the executor."""
         for request_id in list(self._active):
             self.abort(request_id)
+        self._grammars.close()
         if self._mask_filler is not None:
             self._mask_filler.close()
         self._speculator.close()
-        self._grammars.close()
         self._executor.close()
 
     def _choice(self, sequence: Sequence) -> _Choice:

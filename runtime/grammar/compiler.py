@@ -21,6 +21,9 @@ from .vocabulary import Vocabulary
 if TYPE_CHECKING:
     from ..tokenizer import Tokenizer
 
+_MAX_LEXER_STATES = 50_000
+"""Of one sequence; each takes one to two kB."""
+
 
 class GrammarCompiler:
     """Compiles forms of output for one model; safe for use from many threads.
@@ -92,7 +95,8 @@ class GrammarCompiler:
     def _compile(self, output: StructuredOutput) -> LlguidanceGrammar:
         vocabulary = self._get_vocabulary()
         text = write_grammar(output, vocabulary, self._limits)
-        matcher = LLMatcher(vocabulary.table, text, log_level=0, limits=LLParserLimits(verbose_errors=False))
+        limits = LLParserLimits(verbose_errors=False, max_lexer_states=_MAX_LEXER_STATES)
+        matcher = LLMatcher(vocabulary.table, text, log_level=0, limits=limits)
         mask = np.empty(vocabulary.num_words, np.int32)
         if not matcher.is_error():
             # The first mask finds what is too complex, and the copies of the matcher start with what it has made.

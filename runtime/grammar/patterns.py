@@ -13,15 +13,13 @@ from dataclasses import dataclass
 MAX_PATTERN_DEPTH = 32
 MAX_REPEAT = 100_000
 
+# Sets on which ECMA-262 and Python's `re` agree, and what one of them has besides: of that no pattern makes any.
 _SPACES = r"\t\n\x0b\x0c\r\x20\x{a0}\x{1680}\x{2000}-\x{200a}\x{2028}\x{2029}\x{202f}\x{205f}\x{3000}"
-_CLASSES = {
-    "d": "0-9",
-    "w": "0-9A-Za-z_",
-    "s": _SPACES,  # what ECMA-262 and Python agree on; of the others neither `\s` nor `\S` makes any
-}
-_NOT_CLASSES = {"D": "^0-9", "W": "^0-9A-Za-z_", "S": rf"^{_SPACES}\x1c-\x1f\x{{85}}\x{{feff}}"}
+_NARROW = {"d": "0-9", "w": "0-9A-Za-z_", "s": _SPACES}
+_WIDE = {"d": r"0-9\p{Nd}", "w": r"0-9A-Za-z_\p{L}\p{N}", "s": rf"{_SPACES}\x1c-\x1f\x{{85}}\x{{feff}}"}
 _CONTROLS = {"n": 10, "r": 13, "t": 9, "f": 12, "v": 11}
 _DOT = r"[^\n\r\x{2028}\x{2029}]"
+_NOTHING = r"[^\x{0}-\x{10FFFF}]"
 _ANYTHING = "(?s:.*)"
 _HEX = re.compile(r"x([0-9A-Fa-f]{2})|u([0-9A-Fa-f]{4})|u\{([0-9A-Fa-f]{1,6})\}")
 _PROPERTY = re.compile(r"[pP]\{[A-Za-z_]+(?:=[A-Za-z_]+)?\}")
@@ -93,7 +91,7 @@ class _Reader:
         if char == ".":
             return _DOT
         if char == "\\":
-            return self._escape(in_class=False)
+            return self._escape()
         if char in "^$":
             raise self._error(f"the anchor {char!r} anywhere but at the ends of the pattern")
         if char in "*+?" or (char == "{" and _REPEAT.match(self._text, self._at - 1)):
@@ -140,13 +138,14 @@ class _Reader:
 
     def _class(self) -> str:
         start = self._at
-        out = ["[^" if self._take("^") else "["]
+        is_negated = self._take("^")
+        out = ["[^" if is_negated else "["]
         previous: str | None = None  # the character that a '-' may make a range of
         while not self._take("]"):
             if self._at >= len(self._text):
                 self._at = start
                 raise self._error("a '[' without its ']'")
-            item = self._class_item()
+            item = self._class_item(is_negated)
             is_range = (
                 previous is not None
                 and item == r"\-"
@@ -155,7 +154,7 @@ class _Reader:
                 and self._peek() not in ("", "]")
             )
             if is_range:
-                end = self._class_item()
+                end = self._class_item(is_negated)
                 if not _is_single(end):
                     raise self._error("a range of a class that ends with a set")
                 if _point(end) < _point(previous or ""):
@@ -169,11 +168,11 @@ class _Reader:
             return _NOTHING if out[0] == "[" else "(?s:.)"
         return "".join(out) + "]"
 
-    def _class_item(self) -> str:
+    def _class_item(self, is_negated: bool) -> str:
         char = self._next()
-        return self._escape(in_class=True) if char == "\\" else _escaped(char)
+        return self._escape(in_class=True, is_negated=is_negated) if char == "\\" else _escaped(char)
 
-    def _escape(self, *, in_class: bool) -> str:
+    def _escape(self, *, in_class: bool = False, is_negated: bool = False) -> str:
         if self._at >= len(self._text):
             raise self._error("a '\\' at the end")
         match = _HEX.match(self._text, self._at)
@@ -188,10 +187,11 @@ class _Reader:
             self._at = match.end()
             return f"\\{match[0]}"
         char = self._next()
-        if char in _CLASSES:
-            return _CLASSES[char] if in_class else f"[{_CLASSES[char]}]"
-        if char in _NOT_CLASSES:
-            return f"[{_NOT_CLASSES[char]}]"
+        if char in _NARROW:
+            members = (_WIDE if is_negated else _NARROW)[char]
+            return members if in_class else f"[{members}]"
+        if char.lower() in _NARROW:
+            return f"[^{(_NARROW if is_negated else _WIDE)[char.lower()]}]"
         if char in _CONTROLS:
             return _escaped(chr(_CONTROLS[char]))
         if char == "b" and in_class:
@@ -219,9 +219,6 @@ class _Reader:
         return PatternError(f"{what} at character {min(self._at, len(self._text))} cannot be honoured")
 
 
-_NOTHING = r"[^\x{0}-\x{10FFFF}]"
-
-
 def _escaped(char: str) -> str:
     """`char` as a Rust regex that stands for it, in a class and outside."""
     if char.isascii() and not char.isalnum():
@@ -230,7 +227,7 @@ def _escaped(char: str) -> str:
 
 
 def _is_single(item: str) -> bool:
-    return not item.startswith(("[", r"\p", r"\P")) and item not in _CLASSES.values()
+    return len(item) <= 4 and not item.startswith(("[", r"\p", r"\P", "0-9"))
 
 
 def _point(item: str) -> int:

@@ -2,7 +2,7 @@
 
 It has pages of its own under the target's block ids: block b of the pool is a page of the target and a page of the
 draft model, so one pool counts the memory of both and a block table serves both. Only this file writes the draft's
-pages. They may lag behind the target's, never the other way round: what is missing is computed when a draft is asked for.
+pages. They may lag behind the target's: what is missing is computed when a draft is asked for.
 """
 
 from __future__ import annotations
@@ -91,6 +91,7 @@ class DraftModelDrafter:
         self._vocab_size = target.vocab_size
         self._progress: dict[Sequence, _Progress] = {}
         self._content: dict[int, bytes] = {}  # by block: the key of what its page of the draft holds in full
+        self._writers: dict[int, Sequence] = {}  # by block: who wrote into that page last
 
     @property
     def is_lookup(self) -> bool:
@@ -119,7 +120,10 @@ class DraftModelDrafter:
         """Needs no states."""
 
     def end(self, sequence: Sequence) -> None:
-        self._progress.pop(sequence, None)
+        progress = self._progress.pop(sequence, None)
+        for block in progress.block_ids if progress is not None else ():
+            if self._writers.get(block) is sequence:
+                del self._writers[block]
 
     def close(self) -> None:
         self._executor.close()
@@ -130,7 +134,7 @@ class DraftModelDrafter:
         size, blocks = self._block_size, sequence.block_ids
         same = 0
         for old, new in zip(progress.block_ids, blocks, strict=False):
-            if old != new:
+            if old != new or not self._is_left_alone(progress, sequence, same):
                 break
             same += 1
         num_right = progress.num_known
@@ -147,6 +151,17 @@ class DraftModelDrafter:
                 break
             progress.num_computed += size
         return progress
+
+    def _is_left_alone(self, progress: _Progress, sequence: Sequence, index: int) -> bool:
+        """Whether nobody has written into the draft's page of block `index` since `sequence` last saw it.
+
+        A block can be given away and come back.
+        """
+        block = progress.block_ids[index]
+        if self._writers.get(block) is sequence:
+            return True
+        is_full = (index + 1) * self._block_size <= sequence.num_tokens
+        return is_full and self._content.get(block) == self._key(progress, sequence.token_ids, index)
 
     def _key(self, progress: _Progress, token_ids: list[int], index: int) -> bytes:
         """Of the tokens up to the end of full block `index`."""
@@ -187,6 +202,7 @@ class DraftModelDrafter:
             table[row, : len(blocks)] = blocks
             for index in range(turn.progress.num_computed // self._block_size, -(-end // self._block_size)):
                 self._content.pop(blocks[index], None)
+                self._writers[blocks[index]] = turn.ask.sequence
         output = self._executor.execute(
             StepInputs(
                 input_ids=np.array(ids, np.int64),

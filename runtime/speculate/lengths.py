@@ -19,10 +19,10 @@ _MAX_POSITIONS = 64  # further positions are as the last of these
 _FIRST_RATE = 0.8  # acceptance that is expected before anything is known ...
 _FIRST_TRIALS = 4.0  # ... with the weight of so many trials
 _SHARED_DECAY = 0.99  # per trial: the last 100 or so of all sequences count
-_OWN_DECAY = 0.8  # per draft: the last 5 or so of a sequence count
-_SHARED_TRIALS = 8.0  # weight of what all sequences show in the estimate for one
+_OWN_DECAY = 0.85  # per draft: the last 7 or so of a sequence count
+_SHARED_TRIALS = 3.0  # weight of what all sequences show in the estimate for one
 
-_LEAST_GAIN = 0.02  # drafts that promise less are not worth the risk of the estimate
+_LEAST_GAIN = 0.01  # more drafts that promise less than this are not worth the risk of the estimate
 _ROW_SHARE = 0.002  # a row costs at least this part of the step: its mask, logits and draw
 _RAMP = 2  # steps grow at most to so many times the tokens of those that were measured ...
 _FIRST_TOKENS = 16  # ... unless they are small
@@ -35,6 +35,8 @@ _VARIED_PARTS = (0.5, 0.7, 0.85)
 _PROBE_SHARE = 0.01  # part of the time that may go into probes of what does not seem to pay
 _PROBE_TOKENS = 4
 _PROBE_COST = 0.1  # of a step, which a probe is taken to cost at least, unless its part of the rows is less
+_IDLE_AFTER = 8  # refusals in a row after which a sequence is looked up only every _IDLE_EVERY steps
+_IDLE_EVERY = 8
 _EVIDENCE_AGE = 32  # steps after which the acceptance of a sequence is worth a probe
 _DRAFTED_AGE = 256  # steps without any draft after which the time of drafted rows is worth one
 
@@ -46,6 +48,7 @@ class _Own:
     tried: list[float] = field(default_factory=lambda: [0.0] * _NUM_GROUPS)
     passed: list[float] = field(default_factory=lambda: [0.0] * _NUM_GROUPS)
     seen: int = 0  # the step of the newest evidence
+    num_idle: int = 0  # steps in a row that gave it nothing of what was wanted
 
 
 class DraftLengths:
@@ -53,18 +56,19 @@ class DraftLengths:
 
     The token at position j of a draft counts if the j before it do, so its worth is the product of the acceptances
     up to it. These are learned by position, not as one rate per token, for all sequences and, on top, for each.
-    The step's time is learned by its number of tokens. Of all drafted tokens the most promising are taken, as many
-    as make expected tokens per second largest. A full batch of unpredictable text thus gets none. What was found not
-    to pay is tried again, rarely enough that trying takes about a hundredth of the time.
+    The step's time is learned by its number of tokens. Of all drafted tokens the most promising are taken, as few
+    as come near the most expected tokens per second. A full batch of unpredictable text thus gets none. What was
+    found not to pay is tried again, rarely enough that trying takes about a hundredth of the time.
 
-    A cheap drafter is best asked first and `allocate` then given the lengths of its drafts; its unverified drafts go
-    to `shadow`. Without `is_adaptive` everything is given. Holds no clock: seconds come from the caller.
+    A cheap drafter is best asked first, for the sequences that are `is_due`, and `allocate` then given the lengths of
+    its drafts; its unverified drafts go to `shadow`. Without `is_adaptive` everything is given. Holds no clock:
+    seconds come from the caller.
     """
 
     def __init__(self, *, is_adaptive: bool = True) -> None:
         self._is_adaptive = is_adaptive
-        self._tried = np.full(_MAX_POSITIONS, _FIRST_TRIALS)
-        self._passed = np.full(_MAX_POSITIONS, _FIRST_TRIALS * _FIRST_RATE)
+        self._tried = [_FIRST_TRIALS] * _MAX_POSITIONS
+        self._passed = [_FIRST_TRIALS * _FIRST_RATE] * _MAX_POSITIONS
         self._own: dict[Sequence, _Own] = {}
         self._steps = StepCosts()
         self._proposals = StepCosts(is_free_at_zero=True)
@@ -81,11 +85,13 @@ class DraftLengths:
         """
         limits = [limit for _, limit in wanted]
         self._num_steps += 1
+        is_pure = num_tokens == len(wanted)
         if not self._is_adaptive or not any(limits):
+            if is_pure:
+                self._last_plain = self._num_steps
             return limits
         gains = self._gains(wanted)
         given = self._best(gains, limits, num_tokens)
-        is_pure = num_tokens == len(wanted)
         if any(given) and is_pure and self._is_plain_due(num_tokens):
             given = [0] * len(limits)
         elif not any(given):
@@ -94,7 +100,20 @@ class DraftLengths:
             self._last_drafted = self._num_steps
         elif is_pure:
             self._last_plain = self._num_steps
+        for (sequence, limit), length in zip(wanted, given, strict=True):
+            if limit and (own := self._own.get(sequence)) is not None:
+                own.num_idle = 0 if length else own.num_idle + 1
         return given
+
+    def is_due(self, sequence: Sequence) -> bool:
+        """Whether a look-up for `sequence` may pay in the next step. Where drafts were long refused, now and then.
+
+        In a full batch of unpredictable text looking up and comparing would itself take a part of the step.
+        """
+        own = self._own.get(sequence)
+        if own is None or not self._is_adaptive or own.num_idle < _IDLE_AFTER:
+            return True
+        return self._num_steps - own.seen >= _IDLE_EVERY
 
     def record(self, sequence: Sequence, num_draft_tokens: int, num_accepted_tokens: int) -> None:
         """Of a verified draft, `num_accepted_tokens` were right, and the next, where there is one, was not."""
@@ -102,12 +121,12 @@ class DraftLengths:
             return
         own = self._own.setdefault(sequence, _Own())
         own.seen = self._num_steps
+        if 2 * num_accepted_tokens >= num_draft_tokens:
+            own.num_idle = 0
         reached = min(num_accepted_tokens + 1, num_draft_tokens)
-        stop = min(reached, _MAX_POSITIONS)
-        passed = min(num_accepted_tokens, _MAX_POSITIONS)
-        self._tried[:stop] = self._tried[:stop] * _SHARED_DECAY + 1.0
-        self._passed[:stop] *= _SHARED_DECAY
-        self._passed[:passed] += 1.0
+        for position in range(min(reached, _MAX_POSITIONS)):
+            self._tried[position] = self._tried[position] * _SHARED_DECAY + 1.0
+            self._passed[position] = self._passed[position] * _SHARED_DECAY + (position < num_accepted_tokens)
         ends = (*_GROUP_STARTS[1:], reached)
         for group, (start, end) in enumerate(zip(_GROUP_STARTS, ends, strict=True)):
             if reached <= start:
@@ -134,7 +153,7 @@ class DraftLengths:
             self._proposals.record(num_tokens, seconds)
 
     def end(self, sequence: Sequence) -> None:
-        """Forget `sequence`. Idempotent."""
+        """Forget `sequence`, of which nothing may be recorded from then on. Idempotent."""
         self._own.pop(sequence, None)
 
     def _gains(self, wanted: Seq[tuple[Sequence, int]]) -> np.ndarray:
@@ -146,7 +165,7 @@ class DraftLengths:
         groups = np.searchsorted(_GROUP_STARTS, positions, side="right") - 1
         tried = np.array([own.tried for own in owns])[:, groups]  # [B, K]
         passed = np.array([own.passed for own in owns])[:, groups]  # [B, K]
-        shared = (self._passed / self._tried)[positions]  # [K]
+        shared = (np.array(self._passed) / np.array(self._tried))[positions]  # [K]
         rates = (passed + _SHARED_TRIALS * shared) / (tried + _SHARED_TRIALS)
         gains: np.ndarray = np.cumprod(rates, axis=1)
         return gains
@@ -164,9 +183,7 @@ class DraftLengths:
         # Prompts in the step count as the tokens that could have been decoded in their time.
         plain = len(limits) * max(seconds[0] / self._seconds(len(limits), taken[:1])[0], 1.0)
         rates = (plain + expected) / seconds
-        best = int(np.argmax(rates))
-        if rates[best] < rates[0] * (1 + _LEAST_GAIN):
-            best = 0
+        best = int(np.argmax(rates * (1 + _LEAST_GAIN) >= rates.max()))  # the first that comes near the best
         best = self._varied(best, num_tokens)
         return [int(n) for n in np.bincount(rows[order[:best]], minlength=len(limits))]
 
@@ -182,8 +199,8 @@ class DraftLengths:
     def _varied(self, best: int, num_tokens: int) -> int:
         """`best`, or now and then a part of it whose time is not known.
 
-        Between two measurements time is taken to be straight. Where it has a knee, the best number lies there, and
-        is never found by steps of only the numbers that look best.
+        Between two measurements time is taken to be straight. Where it has a knee, the best
+        number lies there, and is never found by steps of only the numbers that look best.
         """
         if best and self._num_steps % _VARIED_EVERY == 0:
             for part in _VARIED_PARTS:

@@ -19,31 +19,28 @@ class _Places:
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self._tables: list[
-            dict[bytes, int]
-        ] = []  # oldest first; the newest place in the table of each n-gram
+        # Oldest first; in each the newest place of an n-gram.
+        self._tables: list[dict[bytes, int]] = []
         # Entry e: the place before e in the same table with the same n-gram; 0: none.
         self._older = array("i", [0])
 
     def extend(self, tokens: array[int]) -> None:
         """Take in the n-grams of `tokens` that end behind the known ones and before the last token."""
-        size, older = self.size, self._older
-        older.extend([0] * (min(size, len(tokens)) - len(older)))
-        first = len(older)
-        text = tokens[first - size :].tobytes()
-        while first < len(tokens):
+        size, older, stop = self.size, self._older, len(tokens)
+        if len(older) < size:  # no n-gram ends here
+            older.extend([0] * (min(size, stop) - len(older)))
+        while (first := len(older)) < stop:
             room = _TABLE_PLACES - first % _TABLE_PLACES
-            if not self._tables or room == _TABLE_PLACES:
+            if room == _TABLE_PLACES or not self._tables:
                 self._tables.append({})
             newest = self._tables[-1]
-            stop = min(first + room, len(tokens))
-            length = size * _WIDTH
-            keys = [text[at : at + length] for at in range(0, (stop - first) * _WIDTH, _WIDTH)]
-            for end, key in enumerate(keys, first):
+            text = tokens[first - size : first + room].tobytes()
+            at, length = 0, size * _WIDTH
+            for end in range(first, min(first + room, stop)):
+                key = text[at : at + length]
                 older.append(newest.get(key, 0))
                 newest[key] = end
-            text = text[len(keys) * _WIDTH :]
-            first = stop
+                at += _WIDTH
 
     def find(self, key: bytes, limit: int) -> list[int]:
         """Up to `limit` places of an n-gram, given as bytes, newest first."""

@@ -149,6 +149,13 @@ def test_drafts_that_never_fit_cost_under_3_percent(
     assert server.run(500) > 0.97 * Server(cost, accepts).run(10)
 
 
+def test_a_full_batch_in_which_some_copy_is_not_slowed_by_drafts_that_just_break_even() -> None:
+    accepts = [geometric(0.9)] * 14 + [geometric(0.05)] * 30
+    server = Server(kneed, accepts, DraftLengths(), has_shadow=True)
+    server.run(100)
+    assert server.run(500) > 0.97 * Server(kneed, accepts).run(10)
+
+
 def test_a_full_batch_of_prompts_in_progress_is_not_slowed() -> None:
     accepts = [geometric(0.2)] * 8
     server = Server(linear, accepts, DraftLengths(), has_shadow=True)
@@ -194,6 +201,34 @@ def test_a_new_sequence_starts_from_what_the_others_showed() -> None:
     assert server.lengths is not None
     newcomers = [(new_sequence(), LIMIT) for _ in range(4)]
     assert sum(server.lengths.allocate(newcomers, 4)) <= 4  # a probe at most
+
+
+def test_refused_sequences_are_looked_up_rarely_until_drafts_pay_again() -> None:
+    lengths, sequence = DraftLengths(), new_sequence()
+    others = [new_sequence() for _ in range(3)]
+
+    def steps(count: int, num_right: int) -> tuple[int, int]:
+        """How often it was due, and how many draft tokens were given."""
+        num_due, num_given = 0, 0
+        for _ in range(count):
+            is_due = lengths.is_due(sequence)
+            wanted = [(sequence, LIMIT if is_due else 0), *((other, 0) for other in others)]
+            given, *_ = lengths.allocate(wanted, 4)
+            if is_due:
+                lengths.record(sequence, given or LIMIT, min(num_right, given or LIMIT))
+            lengths.record_step(4 + given, 0.01 + 0.001 * (4 + given))
+            num_due, num_given = num_due + is_due, num_given + given
+        return num_due, num_given
+
+    assert lengths.is_due(sequence)
+    steps(100, 0)
+    num_due, num_given = steps(400, 0)
+    assert 40 <= num_due <= 60
+    assert num_given < 40
+    steps(50, LIMIT)
+    assert steps(100, LIMIT) == (100, pytest.approx(100 * LIMIT, rel=0.1))
+    lengths.end(sequence)
+    assert lengths.is_due(sequence)
 
 
 def test_without_adaptation_everything_is_given() -> None:

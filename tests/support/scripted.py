@@ -15,6 +15,7 @@ from pelton.runtime.inputs import StepInputs
 from pelton.runtime.sampler import HostSampler
 
 NextToken = Callable[[Sequence[int]], int]
+LogitsOf = Callable[[Sequence[int]], np.ndarray]
 
 
 def successor(vocab_size: int) -> NextToken:
@@ -34,11 +35,21 @@ def digest(vocab_size: int) -> NextToken:
     return next_token
 
 
+def noise(vocab_size: int, seed: int = 0, scale: float = 3.0) -> LogitsOf:
+    """Logits that depend on the last three tokens: every draw, penalty and mask matters, and text repeats itself."""
+
+    def logits_of(context: Sequence[int]) -> np.ndarray:
+        rng = np.random.default_rng((seed, *context[-3:]))
+        return rng.normal(0.0, scale, vocab_size).astype(np.float32)
+
+    return logits_of
+
+
 class ScriptedExecutor:
     """Implements `pelton.runtime.executor.Executor` on numpy pages that hold token ids (-1: never written).
 
     `before_step(step_number, inputs)` may raise or block, `after_step(step_number, logits)` may poison logits:
-    the fault hooks of tests.
+    the fault hooks of tests. `logits_of` gives whole rows of logits in place of `next_token`.
     """
 
     def __init__(
@@ -46,10 +57,11 @@ class ScriptedExecutor:
         next_token: NextToken,
         limits: ExecutorLimits,
         *,
+        logits_of: LogitsOf | None = None,
         before_step: Callable[[int, StepInputs], None] | None = None,
         after_step: Callable[[int, np.ndarray], None] | None = None,
     ) -> None:
-        self._next_token = next_token
+        self._logits_of = logits_of or self._certain(next_token)
         self._limits = limits
         self._pages = np.full((limits.num_blocks, limits.block_size), -1, np.int64)
         self._before_step = before_step
@@ -69,7 +81,7 @@ class ScriptedExecutor:
         for source, destination in inputs.block_copies:
             self._pages[destination] = self._pages[source]
         wanted = set(inputs.logits_rows.tolist())
-        rows: dict[int, int] = {}
+        rows: dict[int, np.ndarray] = {}
         for index, seq_len in enumerate(inputs.seq_lens.tolist()):
             start, end = inputs.query_start_loc[index : index + 2].tolist()
             table = inputs.block_table[index]
@@ -81,14 +93,22 @@ class ScriptedExecutor:
             assert -1 not in context, "read a position that was never written"
             for row in range(start, end):
                 if row in wanted:
-                    rows[row] = self._next_token(context[: int(inputs.positions[row]) + 1])
+                    rows[row] = self._logits_of(context[: int(inputs.positions[row]) + 1])
         self.num_computed_tokens += len(inputs.input_ids)
         logits = np.zeros((len(inputs.logits_rows), self._limits.vocab_size), np.float32)
         for i, row in enumerate(inputs.logits_rows.tolist()):
-            logits[i, rows[row]] = 10.0
+            logits[i] = rows[row]
         if self._after_step is not None:
             self._after_step(self.num_steps, logits)
         return StepOutput(logits)
+
+    def _certain(self, next_token: NextToken) -> LogitsOf:
+        def logits_of(context: Sequence[int]) -> np.ndarray:
+            row = np.zeros(self._limits.vocab_size, np.float32)
+            row[next_token(context)] = 10.0
+            return row
+
+        return logits_of
 
     def make_sampler(self, eos_token_ids: Iterable[int]) -> HostSampler:
         return HostSampler(self._limits.vocab_size, eos_token_ids)

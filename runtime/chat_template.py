@@ -55,7 +55,7 @@ class ChatTemplate:
             self._variables[name] = frozenset(jinja2.meta.find_undeclared_variables(tree))
             self.literal_text += "\0".join(_literals(tree)) + "\0"
         self._reads_text, self._reads_parts = self._probe_contents()
-        self._reads_argument_text = self._probe_arguments()
+        self._reads_argument_text, self._drops_calls = self._probe_calls()
 
     def has_variable(self, name: str) -> bool:
         """Whether any of the templates reads the variable `name`."""
@@ -157,26 +157,34 @@ class ChatTemplate:
 
         return shows("PROBE"), shows([{"type": "text", "text": "PROBE"}])
 
-    def _probe_arguments(self) -> bool:
-        """Whether the template wants the arguments of calls as JSON text: it cannot write an object, or not as JSON."""
+    def _probe_calls(self) -> tuple[bool, bool]:
+        """Whether the template wants the arguments of calls as JSON text (it cannot write an object, or not as JSON),
+        and whether it is known to leave calls out.
+        """
+        name = "tool_use" if "tool_use" in self._templates else next(iter(self._templates))
+        tool = {"type": "function", "function": {"name": "probe", "description": "", "parameters": {}}}
 
-        def shown(arguments: object) -> str:
+        def write(arguments: object, tools: list[dict[str, Any]] | None, content: str | None) -> str | None:
             function = {"name": "probe", "arguments": arguments}
             call = {"id": "probe1234", "type": "function", "function": function}
             chat: list[Message] = [
                 {"role": "user", "content": "PROBE"},
-                {"role": "assistant", "content": None, "tool_calls": [call]},
+                {"role": "assistant", "content": content, "tool_calls": [call]},
             ]
-            name = "tool_use" if "tool_use" in self._templates else next(iter(self._templates))
             try:
-                return self._call(name, chat, None, False, {})
+                return self._call(name, chat, tools, False, {})
             except RequestError:
-                return ""
+                return None
 
-        as_object = shown({"needle": "hay"})
-        if "needle" in as_object and "'needle'" not in as_object:
-            return False
-        return "needle" in shown('{"needle": "hay"}')
+        objects, texts = (
+            [write(arguments, tools, content) for tools in (None, [tool]) for content in (None, "")]
+            for arguments in ({"needle": "hay"}, '{"needle": "hay"}')
+        )
+        if any(text and "needle" in text and "'needle'" not in text for text in objects):
+            return False, False
+        wants_text = any(text and "needle" in text for text in texts)
+        is_refused = all(text is None for text in objects + texts)
+        return wants_text, not wants_text and not is_refused
 
     def _prepare_message(self, message: Mapping[str, Any], index: int) -> Message:
         field = f"messages[{index}]"
@@ -192,6 +200,12 @@ class ChatTemplate:
             )
         if prepared.get("tool_calls"):
             calls = read_calls(prepared["tool_calls"], f"{field}.tool_calls")
+            if self._drops_calls:
+                raise RequestError(
+                    f"{field}.tool_calls: the model's chat template has no place for calls of tools",
+                    field=f"{field}.tool_calls",
+                    code="unsupported_parameter",
+                )
             prepared["tool_calls"] = arguments_as_text(calls) if self._reads_argument_text else calls
             prepared.setdefault("content", None)  # templates ask whether it is none
         if isinstance(content, str):

@@ -360,14 +360,13 @@ def _request(
     check_context(len(token_ids), params, max_model_len, prompt_field=field, limit_field=limit_field)
     if limit_field is None and params.max_tokens is not None:
         params = replace(params, max_tokens=min(params.max_tokens, max_model_len - len(token_ids)))
-    form = params.structured_output
     return Request(
         request_id=request_id,
         prompt_token_ids=tuple(token_ids),
         params=params,
         cache_salt=body.cache_salt,
         arrival_time=time.monotonic(),
-        grammar=None if form is None else context.grammars.compile(form),
+        grammar=context.compile(params.structured_output),
     )
 
 

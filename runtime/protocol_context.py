@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from .grammar.compiler import GrammarCompiler
+from ..errors import RequestError
 from .protocol_tools import ends_in_reasoning
+from .structured import Grammar, StructuredOutput
 from .tool_calls import (
     REASONING_FORMATS,
     TOOL_FORMATS,
@@ -20,6 +21,7 @@ from .tool_calls import (
 
 if TYPE_CHECKING:
     from .executor import ExecutorLimits
+    from .grammar.compiler import GrammarCompiler
     from .tokenizer import Tokenizer
 
 
@@ -28,19 +30,27 @@ class ApiContext:
     """What a call is parsed and answered with. The first of `model_names` serves calls that name no model.
 
     `tool_call_parser` and `reasoning_parser` are names of `TOOL_FORMATS` and `REASONING_FORMATS`, `auto` (told from
-    the chat template) or `none`. `compiler` of grammars is the engine's; without it there is one of its own.
+    the chat template) or `none`. Without `grammars` no output can be held to a form.
     """
 
     tokenizer: Tokenizer
     limits: ExecutorLimits
     model_names: tuple[str, ...]
-    compiler: GrammarCompiler | None = None
     tool_call_parser: str = "auto"
     reasoning_parser: str = "auto"
+    grammars: GrammarCompiler | None = None
 
-    @cached_property
-    def grammars(self) -> GrammarCompiler:
-        return self.compiler or GrammarCompiler(self.tokenizer, self.limits.vocab_size)
+    def compile(self, output: StructuredOutput | None) -> Grammar | None:
+        """`output` compiled. May take a while. Raises `RequestError` naming the field."""
+        if output is None:
+            return None
+        if self.grammars is None:
+            raise RequestError(
+                f"{output.field}: output that is held to a form is not supported here",
+                field=output.field,
+                code="unsupported_parameter",
+            )
+        return self.grammars.compile(output)
 
     @cached_property
     def tool_format(self) -> ToolFormat | None:

@@ -73,7 +73,9 @@ class JobRun:
         self._start = start
         self._settings = settings
         self._clock = clock
-        self._context = ApiContext(engine.tokenizer, engine.limits, settings.model_names, engine.grammars)
+        self._context = ApiContext(
+            engine.tokenizer, engine.limits, settings.model_names, grammars=engine.grammars
+        )
         self._in_flight: dict[str, _InFlight] = {}  # by request id
         self._num_in_flight = 0
         self._is_input_read = False

@@ -114,13 +114,13 @@ async def serve(
         engine.tokenizer,
         engine.limits,
         config.model_names,
-        engine.grammars,
         tool_call_parser=config.tool_call_parser,
         reasoning_parser=config.reasoning_parser,
+        grammars=engine.grammars,
     )
     # Read here, so that the first request does not wait for them.
     _ = context.max_prompt_chars
-    context.grammars.warm_up()
+    engine.grammars.warm_up()
     gateway = Gateway(engine_loop, context, config.gateway, metrics)
     server = _Server(_uvicorn_config(guard(create_app(gateway, metrics), config.api_keys)), on_ready)
     engine_loop.start()

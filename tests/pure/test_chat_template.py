@@ -18,6 +18,7 @@ OF_PARTS = (
     "{% for part in m.content %}{% if part.type == 'text' %}{{ part.text }}{% endif %}{% endfor %};"
     "{% endfor %}"
 )
+OF_CALLS = "{% for m in messages %}{{ m.content }}{{ (m.tool_calls or []) | tojson }}{% endfor %}"
 OF_BOTH = (
     "{% for m in messages %}{{ m.role }}:{% if m.content is string %}{{ m.content }}{% else %}"
     "{% for part in m.content %}{{ part.text }}{% endfor %}{% endif %};{% endfor %}"
@@ -109,7 +110,7 @@ def test_continue_final_message(source: str, content: str, text: str) -> None:
     ("source", "message", "options"),
     [
         (CHATML, USER, {"add_generation_prompt": True}),
-        (CHATML, {"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}, {}),
+        (OF_CALLS, {"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}, {}),
         ("{{ messages[0].role }}", USER, {}),
         (OF_PARTS, {"role": "user", "content": []}, {}),
     ],
@@ -192,6 +193,16 @@ def test_arguments_of_calls_take_the_form_that_the_template_reads(write: str) ->
     parsed = {**CALL, "function": {"name": "f", "arguments": {"a": "é"}}}
     assert render(source, USER, {"role": "assistant", "tool_calls": [parsed]}, messages[2]) == text
     assert messages[1]["tool_calls"][0]["function"]["arguments"] == '{"a": "\\u00e9"}', "left as it was"
+
+
+def test_calls_are_not_left_out() -> None:
+    message = {"role": "assistant", "content": "so", "tool_calls": [CALL]}
+    assert refusal(OF_BOTH, USER, message).field == "messages[1].tool_calls"
+    only_with_tools = CALLING.replace("ARGUMENTS", "{% if tools %}{{ c.function.arguments }}{% endif %}")
+    silent = {**message, "content": None}
+    assert render(only_with_tools, USER, silent, tools=[{}]) == 'hi{"a": "é"}'
+    strict = "{% if messages|length == 2 %}{{ raise_exception('no') }}{% endif %}{{ messages|length }}"
+    assert render(strict, USER, message, USER) == "3", "what cannot be found out is not refused"
 
 
 @pytest.mark.parametrize(

@@ -102,8 +102,8 @@ def test_unknown_fields_are_named(parse: Any) -> None:
     ("parse", "field", "value"),
     [
         (completion, "suffix", "x"),
-        (chat, "functions", []),
         (chat, "reasoning_effort", "high"),
+        (chat, "functions", []),
     ],
 )
 def test_what_is_not_supported_is_refused_by_name(parse: Any, field: str, value: object) -> None:

@@ -21,7 +21,7 @@ LIMITS = ExecutorLimits(
     max_model_len=64, max_batch_size=4, max_step_tokens=32, block_size=16, num_blocks=32, vocab_size=NUM_PADDED_LOGITS
 )  # fmt: skip
 TOKENIZER = byte_tokenizer()
-CONTEXT = ApiContext(TOKENIZER, LIMITS, ("tiny",), GrammarCompiler(TOKENIZER, LIMITS.vocab_size))
+CONTEXT = ApiContext(TOKENIZER, LIMITS, ("tiny",), grammars=GrammarCompiler(TOKENIZER, LIMITS.vocab_size))
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 ENDPOINTS = {
     COMPLETIONS: {"prompt": "abc"},

@@ -50,7 +50,7 @@ def _compiler() -> Iterator[None]:
 
 
 def chat(tokenizer: Tokenizer = TOKENIZER, parser: str = "auto", **body: Any) -> Call:
-    context = ApiContext(tokenizer, LIMITS, ("tiny",), GRAMMARS, tool_call_parser=parser)
+    context = ApiContext(tokenizer, LIMITS, ("tiny",), tool_call_parser=parser, grammars=GRAMMARS)
     return parse_call(CHAT_COMPLETIONS, {"messages": [USER], **body}, context, "id")
 
 
@@ -75,7 +75,7 @@ def answer(text: str, **body: Any) -> tuple[dict[str, Any], list[dict[str, Any]]
             max_step_tokens=512,
             num_blocks=512,
         )
-        context = ApiContext(engine.tokenizer, engine.limits, ("tiny",))
+        context = ApiContext(engine.tokenizer, engine.limits, ("tiny",), grammars=engine.grammars)
         fields = {"messages": [USER], "temperature": 0, "max_tokens": 600, "stream": stream, **body}
         call = parse_call(CHAT_COMPLETIONS, fields, context, "id")
         reply = Reply(call, context, created=7)
@@ -207,6 +207,14 @@ def test_so_01_a_schema_that_cannot_be_enforced_names_its_place() -> None:
     assert refusal(tools=[TIME, broken], tool_choice="required").field == "tools[1]/properties/a/type"
     named = {"type": "function", "function": {"name": "f"}}
     assert refusal(tools=[TIME, broken], tool_choice=named).field == "tool_choice[0]/properties/a/type"
+
+
+def test_without_a_compiler_nothing_is_left_unenforced() -> None:
+    context = ApiContext(TOKENIZER, LIMITS, ("tiny",))
+    body = {"messages": [USER], "tools": [TIME], "tool_choice": "required"}
+    with pytest.raises(RequestError) as caught:
+        parse_call(CHAT_COMPLETIONS, body, context, "id")
+    assert caught.value.field == "tools"
 
 
 def test_an_answer_of_another_form_has_no_place_for_calls() -> None:

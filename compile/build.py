@@ -116,8 +116,9 @@ def _build_into(staging: Path, plan: BuildPlan, progress: Progress) -> Manifest:
     else:
         progress.warning(f"builds do not run {target.name} engines: only the exported graph was checked")
     for proof in proofs:
+        hidden = "" if proof.hidden_error is None else f", of the hidden states {proof.hidden_error:.1e}"
         progress.note(
-            f"{proof.subject}: relative error {proof.relative_error:.1e} (at most {proof.tolerance:.1e})"
+            f"{proof.subject}: relative error {proof.relative_error:.1e} (at most {proof.tolerance:.1e}){hidden}"
         )
     return Manifest(
         format_version=FORMAT_VERSION,

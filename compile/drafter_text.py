@@ -131,7 +131,8 @@ def observe_target(
                 )
             hidden[start:end] = rows
             values, tokens = logits.topk(num_kept, dim=-1)
-            normaliser = torch.cat([part.float().logsumexp(-1) for part in logits.split(64)])
+            # A few rows at a time stay in the cache.
+            normaliser = torch.cat([part.float().logsumexp(-1) for part in logits.split(4)])
             likeliest[start:end] = tokens.int()
             probabilities[start:end] = (values.float() - normaliser[:, None]).exp()
         positions.append(torch.arange(start, end - span))

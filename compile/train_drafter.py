@@ -38,7 +38,7 @@ from .drafter import vocabulary_digest
 from .drafter_text import WINDOW, Corpus, observe_target, read_windows
 from .progress import Progress, format_bytes
 
-_BATCH_SIZE = 512  # start positions of a training step
+_BATCH_SIZE = 128  # start positions of a training step
 _LEARNING_RATE = 2e-3
 _WARM_UP = 0.05  # of the training
 _STATE_WEIGHT = 0.2  # of the distance from the target's hidden states in the loss of `eagle`

@@ -51,6 +51,7 @@ def _rows(bundle: Path, manifest: Manifest) -> list[tuple[str, str]]:
         ("model", f"{model.source} ({model.model_type}, {model.num_parameters / 1e6:.0f} M parameters)"),
         ("target", f"{manifest.target}, {manifest.dtype}"),
         *_quantisation(manifest),
+        *_drafter(manifest),
         ("KV pages", _kv_pages(manifest)),
         ("limits", ", ".join(f"{name}={value}" for name, value in asdict(limits).items())),
         ("size", f"{size / 2**20:.0f} MiB in {len(manifest.files)} files"),
@@ -77,6 +78,14 @@ def _quantisation(manifest: Manifest) -> list[tuple[str, str]]:
     """How the weights were quantised, if they were."""
     facts = manifest.engine.get("quantization")
     return [("quantisation", ", ".join(f"{name}={value}" for name, value in facts.items()))] if facts else []
+
+
+def _drafter(manifest: Manifest) -> list[tuple[str, str]]:
+    """The drafter heads in the bundle, if there are any."""
+    facts = manifest.drafter
+    if facts is None:
+        return []
+    return [("drafter", f"{facts.kind}, up to {facts.num_draft_tokens} tokens out of {facts.draft_vocab_size}")]
 
 
 def _cost(manifest: Manifest) -> list[tuple[str, str]]:

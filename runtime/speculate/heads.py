@@ -1,0 +1,317 @@
+"""Drafts by heads of the bundle that read the target's hidden states (`plugins_trt/draft_heads.py`).
+
+A draft begins at the hidden state from which a sequence's newest token was chosen, which `observe` keeps. All sequences
+are advanced together, a token at a time; each stops at the length it was asked for, or where the heads' likeliest token
+falls below a probability: then the target would most likely refuse it, and all behind it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Seq
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from ...compile.bundle import Manifest
+from ...errors import BundleError, ConfigError
+from ...plugins_trt.draft_heads import HeadConfig, eagle_step, medusa_states, read_config, read_weights
+from ..executor import ExecutorLimits
+from ..sequence import Sequence
+from .draft import NO_DRAFT, Draft, DraftAsk
+
+DEFAULT_MIN_PROBABILITY = 0.3
+
+
+class HeadNetwork(Protocol):
+    """The arithmetic of a kind of heads; `state` has sequences along its first dimension."""
+
+    max_places: int | None
+    hidden_size: int
+    dtype: torch.dtype
+
+    def start(self, hidden: Tensor, num_places: int) -> Tensor:
+        """The state before the first of `num_places` guesses; `hidden` `[B, H]`."""
+        ...
+
+    def advance(self, state: Tensor, tokens: Tensor, place: int) -> tuple[Tensor, Tensor]:
+        """The next state, and logits `[B, V']` of the guess at `place`; `tokens` `[B]` are those before it."""
+        ...
+
+
+class EagleNetwork:
+    """Recurrent: may guess further than it was trained for."""
+
+    max_places: int | None = None
+
+    def __init__(self, weights: Mapping[str, Tensor], dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        self._products = {name: pack(weights[name].to(dtype)) for name in ("mix", "gate_up", "down", "head")}
+        self._norms = {name: weights[name].to(dtype) for name in ("norm_in", "norm_mlp", "norm_out")}
+        self._token_table = weights["token_table"].to(dtype)
+        self.hidden_size = len(weights["mix"])
+
+    def start(self, hidden: Tensor, num_places: int) -> Tensor:
+        return hidden
+
+    def advance(self, state: Tensor, tokens: Tensor, place: int) -> tuple[Tensor, Tensor]:
+        rows = self._token_table[tokens]
+        state = eagle_step(lambda name, x: self._products[name](x), self._norms, state, rows)
+        return state, self._products["head"](state)
+
+
+class MedusaNetwork:
+    """All guesses at once, from the hidden state alone; its state are their logits `[B, places, V']`."""
+
+    def __init__(self, weights: Mapping[str, Tensor], dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        self._block, self._bias = weights["block"].to(dtype), weights["bias"].to(dtype)
+        self._head = pack(weights["head"].to(dtype))
+        self.max_places: int | None = len(self._block)
+        self.hidden_size = self._block.shape[1]
+
+    def start(self, hidden: Tensor, num_places: int) -> Tensor:
+        states = medusa_states(hidden, self._block[:num_places], self._bias[:num_places])
+        logits = self._head(states.flatten(0, 1))
+        return logits.view(*states.shape[:2], -1).transpose(0, 1)
+
+    def advance(self, state: Tensor, tokens: Tensor, place: int) -> tuple[Tensor, Tensor]:
+        return state, state[:, place]
+
+
+def pack(weight: Tensor) -> Callable[[Tensor], Tensor]:
+    """`x -> x @ weight.T`, with `weight` `[out, in]` laid out once for oneDNN where that computes bfloat16 products."""
+    if weight.dtype != torch.bfloat16 or weight.device.type != "cpu" or not has_fast_bfloat16():
+        return lambda x: functional.linear(x, weight)
+    packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), 1)
+    linear = torch.ops.mkldnn._linear_pointwise
+    return lambda x: linear(x, packed, None, "none", [], "")
+
+
+def has_fast_bfloat16() -> bool:
+    """Whether this CPU multiplies in bfloat16."""
+    return bool(torch.backends.mkldnn.is_available() and torch.cpu._is_avx512_bf16_supported())
+
+
+class HeadDrafter:
+    """`Drafter` on `network`, whose guesses are indices into `draft_tokens` `[V']`.
+
+    A draft ends before the first token whose place has no token as likely as `min_probability` (from 0, never, to 1).
+    That is known from the tokens before it, so a draft that was drawn may be cut there too.
+
+    Drafts are chosen: the likeliest token of each place, no `probs`. With `is_sampling` those of requests with a
+    temperature are drawn at that temperature, by numbers that are a function of the request's id, the choice's index
+    and the place.
+    """
+
+    def __init__(
+        self,
+        network: HeadNetwork,
+        draft_tokens: Tensor,
+        *,
+        vocab_size: int,
+        max_batch_size: int,
+        min_probability: float = DEFAULT_MIN_PROBABILITY,
+        is_sampling: bool = False,
+    ) -> None:
+        self._network = network
+        self._draft_tokens = draft_tokens
+        self._vocab_size = vocab_size
+        self._min_probability = min_probability
+        self._is_sampling = is_sampling
+        self._states = _StatePool(network, max_batch_size, draft_tokens.device)
+
+    def observe(self, hidden: np.ndarray | Tensor, sequences: Seq[Sequence], rows: Seq[int]) -> None:
+        """As `Drafter.observe`; `sequences` have their newest tokens already."""
+        if sequences:
+            self._states.keep(torch.as_tensor(hidden), sequences, rows)
+
+    def end(self, sequence: Sequence) -> None:
+        self._states.drop(sequence)
+
+    def propose(self, asks: Seq[DraftAsk]) -> list[Draft]:
+        """Empty for a sequence whose newest token was not observed."""
+        guesses = [_Guess(ask) for ask in asks if self._states.is_fresh(ask.sequence)]
+        if guesses:
+            with torch.inference_mode():
+                self._advance(guesses)
+        drafts = {guess.sequence: guess.draft() for guess in guesses}
+        return [drafts.get(ask.sequence, NO_DRAFT) for ask in asks]
+
+    def _advance(self, active: list[_Guess]) -> None:
+        """Fill the guesses in; `active` and the rows of `state` and `tokens` are always the same sequences."""
+        device = self._draft_tokens.device
+        num_places = max(guess.num_tokens for guess in active)
+        if self._network.max_places is not None:
+            num_places = min(num_places, self._network.max_places)
+        if self._is_sampling:
+            for guess in active:
+                guess.draw_numbers(num_places)
+        state = self._network.start(self._states.rows([guess.sequence for guess in active]), num_places)
+        tokens = torch.tensor([guess.sequence.token_ids[-1] for guess in active], device=device)
+        for place in range(num_places):
+            state, scores = self._network.advance(state, tokens, place)
+            logits = scores.float()  # [B, V']
+            highest, index = logits.max(-1)
+            confidence = (highest - logits.logsumexp(-1)).exp()
+            drawn = self._draw(active, logits, index, place) if self._is_sampling else {}
+            tokens = self._draft_tokens[index]
+            facts = zip(confidence.tolist(), tokens.tolist(), strict=True)
+            kept = []
+            for row, (probability, token) in enumerate(facts):
+                if probability < self._min_probability:
+                    continue
+                active[row].add(token, drawn.get(row))
+                if len(active[row].tokens) < active[row].num_tokens:
+                    kept.append(row)
+            if not kept:
+                return
+            if len(kept) < len(active):
+                rows = torch.tensor(kept, device=device)
+                state, tokens = state[rows], tokens[rows]
+                active = [active[row] for row in kept]
+
+    def _draw(
+        self, active: Seq[_Guess], logits: Tensor, index: Tensor, place: int
+    ) -> dict[int, np.ndarray]:
+        """Replace the likeliest by a drawn one in `index` where a request samples; their distributions by row."""
+        rows = [row for row, guess in enumerate(active) if guess.numbers is not None]
+        if not rows:
+            return {}
+        temperatures = torch.tensor([[active[row].temperature] for row in rows], device=logits.device)
+        probs = (logits[rows] / temperatures).softmax(-1)  # [sampling, V']
+        numbers = torch.tensor([[active[row].number(place)] for row in rows], device=logits.device)
+        sums = probs.cumsum(-1)
+        # Scaled by the sum itself, so that rounding leaves no number beyond the last token with a probability.
+        picks = torch.searchsorted(sums, numbers * sums[:, -1:], right=True)[:, 0]
+        index[rows] = picks.clamp_max_(probs.shape[1] - 1)
+        full = torch.zeros(len(rows), self._vocab_size, device=logits.device)
+        full[:, self._draft_tokens] = probs
+        return dict(zip(rows, full.cpu().numpy(), strict=True))
+
+
+class _Guess:
+    """The draft of one ask as it grows."""
+
+    def __init__(self, ask: DraftAsk) -> None:
+        self.sequence = ask.sequence
+        self.num_tokens = ask.num_tokens
+        self.temperature = ask.sequence.request.params.temperature
+        self.tokens: list[int] = []
+        self.numbers: np.ndarray | None = None
+        self._probs: list[np.ndarray] = []
+
+    def draw_numbers(self, num_places: int) -> None:
+        """From [0, 1), one for each place; none for a request that takes the likeliest tokens."""
+        if self.temperature == 0:
+            return
+        sequence = self.sequence
+        name = f"{sequence.request.request_id}\0{sequence.index}\0{sequence.num_tokens}"
+        seed = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=16).digest(), "little")
+        self.numbers = np.random.Generator(np.random.Philox(key=seed)).random(num_places, np.float32)
+
+    def number(self, place: int) -> float:
+        assert self.numbers is not None
+        return float(self.numbers[place])
+
+    def add(self, token: int, probs: np.ndarray | None) -> None:
+        self.tokens.append(token)
+        if probs is not None:
+            self._probs.append(probs)
+
+    def draft(self) -> Draft:
+        if not self.tokens:
+            return NO_DRAFT
+        return Draft(tuple(self.tokens), np.stack(self._probs) if self._probs else None)
+
+
+class _StatePool:
+    """The last hidden state of each sequence, and how many tokens the sequence had with the one chosen from it."""
+
+    def __init__(self, network: HeadNetwork, max_batch_size: int, device: torch.device) -> None:
+        shape = (max_batch_size, network.hidden_size)
+        self._states = torch.zeros(shape, dtype=network.dtype, device=device)
+        self._slots: dict[Sequence, int] = {}
+        self._free = list(range(max_batch_size))
+        self._num_tokens: dict[Sequence, int] = {}
+
+    def keep(self, hidden: Tensor, sequences: Seq[Sequence], rows: Seq[int]) -> None:
+        slots = [self._slot(sequence) for sequence in sequences]
+        device = self._states.device
+        states = hidden[torch.tensor(list(rows), device=hidden.device)]
+        self._states[torch.tensor(slots, device=device)] = states.to(device, self._states.dtype)
+        for sequence in sequences:
+            self._num_tokens[sequence] = sequence.num_tokens
+
+    def is_fresh(self, sequence: Sequence) -> bool:
+        return self._num_tokens.get(sequence) == sequence.num_tokens
+
+    def rows(self, sequences: Seq[Sequence]) -> Tensor:
+        slots = [self._slots[sequence] for sequence in sequences]
+        return self._states[torch.tensor(slots, device=self._states.device)]
+
+    def drop(self, sequence: Sequence) -> None:
+        slot = self._slots.pop(sequence, None)
+        if slot is not None:
+            self._free.append(slot)
+            del self._num_tokens[sequence]
+
+    def _slot(self, sequence: Sequence) -> int:
+        if sequence in self._slots:
+            return self._slots[sequence]
+        if not self._free:  # sequences that were preempted keep theirs
+            size = len(self._states)
+            self._states = torch.cat([self._states, torch.zeros_like(self._states)])
+            self._free = list(range(size, 2 * size))
+        slot = self._slots[sequence] = self._free.pop()
+        return slot
+
+
+def load_heads(
+    directory: Path,
+    manifest: Manifest,
+    limits: ExecutorLimits,
+    *,
+    min_probability: float = DEFAULT_MIN_PROBABILITY,
+    is_sampling: bool = False,
+    device: str = "cpu",
+) -> HeadDrafter:
+    """The drafter of the bundle in `directory`.
+
+    Raises `ConfigError` if the bundle has none, `BundleError` naming the file that is damaged.
+    """
+    if manifest.drafter is None:
+        raise ConfigError(
+            f"speculation: method heads needs drafter heads, and {directory} has none; train some with `pelton "
+            "train-drafter`, build with --drafter, or choose another method"
+        )
+    if not 0 <= min_probability <= 1:
+        raise ConfigError(f"min_probability: {min_probability} is not between 0 and 1")
+    config = read_config(directory)
+    for name, wanted in (("hidden_size", manifest.model.hidden_size), ("vocab_size", limits.vocab_size)):
+        if getattr(config, name) != wanted:
+            raise BundleError(
+                f"{directory}: the drafter has {name} {getattr(config, name)}, the engine {wanted}; build it again"
+            )
+    weights = {name: tensor.to(device) for name, tensor in read_weights(directory, config).items()}
+    return HeadDrafter(
+        make_network(config, weights),
+        weights["draft_tokens"],
+        vocab_size=limits.vocab_size,
+        max_batch_size=limits.max_batch_size,
+        min_probability=min_probability,
+        is_sampling=is_sampling,
+    )
+
+
+def make_network(config: HeadConfig, weights: Mapping[str, Tensor]) -> HeadNetwork:
+    """In the drafter's own dtype, or in float32 on a CPU that has no products of bfloat16."""
+    dtype: torch.dtype = getattr(torch, config.dtype)
+    if dtype == torch.bfloat16 and weights["head"].device.type == "cpu" and not has_fast_bfloat16():
+        dtype = torch.float32
+    return MedusaNetwork(weights, dtype) if config.kind == "medusa" else EagleNetwork(weights, dtype)

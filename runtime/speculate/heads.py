@@ -176,9 +176,7 @@ class HeadDrafter:
                 state, tokens = state[rows], tokens[rows]
                 active = [active[row] for row in kept]
 
-    def _draw(
-        self, active: Seq[_Guess], logits: Tensor, index: Tensor, place: int
-    ) -> dict[int, np.ndarray]:
+    def _draw(self, active: Seq[_Guess], logits: Tensor, index: Tensor, place: int) -> dict[int, np.ndarray]:
         """Replace the likeliest by a drawn one in `index` where a request samples; their distributions by row."""
         rows = [row for row, guess in enumerate(active) if guess.numbers is not None]
         if not rows:

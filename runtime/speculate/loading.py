@@ -30,9 +30,14 @@ class DraftBundle:
 
 @dataclass(frozen=True, slots=True)
 class Drafting:
-    """What will draft. `kv_cache_bytes` is left for the model's own pages (None: what its bundle was built for)."""
+    """What will draft for the bundle at `directory`.
+
+    `kv_cache_bytes` is left for the model's own pages (None: what its bundle was built for).
+    """
 
     config: SpeculationConfig | None
+    directory: Path
+    manifest: Manifest
     kv_cache_bytes: int | None
     model: DraftBundle | None = None
 
@@ -53,7 +58,10 @@ class Drafting:
         if config.method == "suffix":
             return SuffixDrafter()
         if self.model is None:
-            raise ConfigError(f"speculation: method {config.method} is not available")
+            from .heads import load_heads
+
+            device = "cuda" if self.manifest.target == "cuda" else "cpu"
+            return load_heads(self.directory, self.manifest, limits, device=device)
         from ..executor_cpu import CpuExecutor
         from .draft_model import DraftModelDrafter
 
@@ -76,7 +84,7 @@ def read_drafting(
     """What `config` asks of the bundle at `directory`. Raises `ConfigError` naming the field, `BundleError`."""
     speculation = config.speculation
     if speculation is None or speculation.method != "draft-model":
-        return Drafting(speculation, config.kv_cache_bytes)
+        return Drafting(speculation, directory, manifest, config.kv_cache_bytes)
     from ...plugins_trt.cpu_engine import EngineProgram
     from .draft_model import check_same_tokens
 
@@ -101,4 +109,4 @@ def read_drafting(
             "model); raise it"
         )
     model = DraftBundle(path, draft, num_blocks * draft_bytes, config.num_threads)
-    return Drafting(speculation, num_blocks * own_bytes, model)
+    return Drafting(speculation, directory, manifest, num_blocks * own_bytes, model)

@@ -21,6 +21,7 @@ from pelton.runtime.inputs import StepInputs
 from pelton.runtime.llm import LLM
 from pelton.runtime.outputs import Delta
 from pelton.runtime.request import SamplingParams
+from pelton.runtime.speculate.config import SpeculationConfig
 from support.tiny_model import byte_tokenizer, scripted_engine
 
 
@@ -263,6 +264,7 @@ def test_the_options_are_those_of_the_engine(monkeypatch: pytest.MonkeyPatch) ->
         "kv_cache_bytes": 5,
         "num_threads": 6,
         "check_invariants": True,
+        "speculation": SpeculationConfig("ngram"),
     }
     assert list(given) == [option.name for option in fields(EngineConfig)]
     assert given.keys() <= inspect.signature(LLM).parameters.keys()

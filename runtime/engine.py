@@ -229,12 +229,12 @@ class Engine:
         return DraftTerms(active.choices[sequence.index].matcher, may_draw)
 
     def _run(self, plan: StepPlan) -> None:
-        start = time.perf_counter()
+        start = time.monotonic()
         masks = self._fill_masks(plan)
         output = self._executor.execute(pack(plan))
         self._scheduler.commit(plan)
         self._advance(plan, output, masks)
-        self._speculator.record_step(plan.num_tokens, time.perf_counter() - start)
+        self._speculator.record_step(plan.num_tokens, time.monotonic() - start)
 
     def _fill_masks(self, plan: StepPlan) -> tuple[list[Sequence], Future[list[MaskRows]]] | None:
         """Start filling the masks of the sequences that have a form and sample in this step."""

@@ -35,7 +35,12 @@ def test_the_default_output_of_another_target_says_so() -> None:
 
 def command_of(model: str) -> str:
     facts: Any = SimpleNamespace(
-        request=BuildRequest(model), dtype="float32", limits=LIMITS, target=CpuTarget(), quantization=None
+        drafter=None,
+        request=BuildRequest(model),
+        dtype="float32",
+        limits=LIMITS,
+        target=CpuTarget(),
+        quantization=None,
     )
     getter = BuildPlan.command.fget
     assert getter is not None

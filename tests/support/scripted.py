@@ -61,7 +61,8 @@ class ScriptedExecutor:
         before_step: Callable[[int, StepInputs], None] | None = None,
         after_step: Callable[[int, np.ndarray], None] | None = None,
     ) -> None:
-        self._logits_of = logits_of or self._certain(next_token)
+        self._next_token = next_token
+        self._logits_of = logits_of
         self._limits = limits
         self._pages = np.full((limits.num_blocks, limits.block_size), -1, np.int64)
         self._before_step = before_step
@@ -81,7 +82,7 @@ class ScriptedExecutor:
         for source, destination in inputs.block_copies:
             self._pages[destination] = self._pages[source]
         wanted = set(inputs.logits_rows.tolist())
-        rows: dict[int, np.ndarray] = {}
+        rows: dict[int, list[int]] = {}
         for index, seq_len in enumerate(inputs.seq_lens.tolist()):
             start, end = inputs.query_start_loc[index : index + 2].tolist()
             table = inputs.block_table[index]
@@ -93,22 +94,17 @@ class ScriptedExecutor:
             assert -1 not in context, "read a position that was never written"
             for row in range(start, end):
                 if row in wanted:
-                    rows[row] = self._logits_of(context[: int(inputs.positions[row]) + 1])
+                    rows[row] = context[: int(inputs.positions[row]) + 1]
         self.num_computed_tokens += len(inputs.input_ids)
         logits = np.zeros((len(inputs.logits_rows), self._limits.vocab_size), np.float32)
         for i, row in enumerate(inputs.logits_rows.tolist()):
-            logits[i] = rows[row]
+            if self._logits_of is not None:
+                logits[i] = self._logits_of(rows[row])
+            else:
+                logits[i, self._next_token(rows[row])] = 10.0
         if self._after_step is not None:
             self._after_step(self.num_steps, logits)
         return StepOutput(logits)
-
-    def _certain(self, next_token: NextToken) -> LogitsOf:
-        def logits_of(context: Sequence[int]) -> np.ndarray:
-            row = np.zeros(self._limits.vocab_size, np.float32)
-            row[next_token(context)] = 10.0
-            return row
-
-        return logits_of
 
     def make_sampler(self, eos_token_ids: Iterable[int]) -> HostSampler:
         return HostSampler(self._limits.vocab_size, eos_token_ids)

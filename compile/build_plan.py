@@ -16,6 +16,7 @@ from torch import nn
 
 from .. import __version__
 from ..errors import BuildError
+from ..features import unsupported_reason
 from ..plugins_trt.tensorrt import TENSORRT, TENSORRT_RTX, require_version
 from .bundle import (
     Limits,
@@ -306,7 +307,8 @@ def _quantization(request: BuildRequest) -> Quantization | None:
             raise BuildError("max_kl: it limits what --quantize may cost; leave it out, or quantise")
         return None
     if request.target == "cpu":
-        raise BuildError("quantize: the cpu target has no quantised kernels yet; use --target tensorrt-rtx")
+        reason = unsupported_reason("quantised weights", "cpu")
+        raise BuildError(f"quantize: {reason}; use --target tensorrt-rtx")
     return Quantization(request.quantize)
 
 

@@ -10,12 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import BuildError, BundleError
+from ..features import unsupported_reason
 from ..plugins_trt.draft_heads import CONFIG_FILE, WEIGHTS_FILE, HeadConfig, read_config, read_weights
 from .bundle import DrafterFacts, ModelFacts
 from .checkpoint import Checkpoint, load_tokenizer
-
-# Engines of these targets give the hidden states that a drafter reads.
-TARGETS = ("cpu",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,10 +48,10 @@ class DrafterFiles:
 
 def open_drafter(directory: Path, target: str) -> DrafterFiles:
     """Read and check the files. Raises `BuildError` naming the file or the field at fault, or the target."""
-    if target not in TARGETS:
+    reason = unsupported_reason("drafter heads", target)
+    if reason is not None:
         raise BuildError(
-            f"drafter: engines of target {target} give no hidden states, which a drafter reads; build with --target "
-            f"{' or '.join(TARGETS)}, or leave --drafter out"
+            f"drafter: target is {target}, but {reason}; build with --target cpu, or leave --drafter out"
         )
     if not directory.is_dir():
         raise BuildError(f"drafter: {directory} is no directory; `pelton train-drafter` makes one")

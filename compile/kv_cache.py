@@ -19,6 +19,7 @@ from torch.export import ExportedProgram
 from torch.fx import Node
 
 from ..errors import BuildError
+from ..features import unsupported_reason
 from ..plugins_trt.paged_attention import FLOAT8_MAX
 from ..plugins_trt.tensorrt import TENSORRT_RTX
 from .export import KVGeometry
@@ -59,10 +60,11 @@ def quantised_dtype(asked: str, target: str) -> torch.dtype | None:
     """What `--kv-cache-dtype` asks for, None: pages of the model's own dtype. Raises `BuildError` naming the option."""
     if asked not in KV_CACHE_DTYPES:
         raise BuildError(f"kv_cache_dtype: {asked!r} is unknown; choose one of {', '.join(KV_CACHE_DTYPES)}")
-    if asked != "auto" and target == "cpu":
+    reason = None if asked == "auto" else unsupported_reason("one-byte KV pages", target)
+    if reason is not None:
         raise BuildError(
-            f"kv_cache_dtype: {asked} is not supported on cpu, whose attention reads pages of the model's own dtype; "
-            f"leave it out, or build with --target {TENSORRT_RTX}"
+            f"kv_cache_dtype: {asked} is not supported on {target}: {reason}; leave it out, or build with --target "
+            f"{TENSORRT_RTX}"
         )
     return _DTYPES.get(asked)
 

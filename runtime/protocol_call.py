@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..errors import RequestError
+from ..features import unsupported_reason
 from .protocol_context import ApiContext
 from .protocol_fields import Body, ChatBody, CompletionBody, read_body
 from .protocol_params import sampling_params
@@ -174,7 +175,10 @@ def _read_best_of(body: CompletionBody) -> int | None:
     if body.best_of == body.n:
         return None
     if body.stream:
-        raise RequestError("best_of above n cannot be streamed; set stream: false", field="best_of")
+        reason = unsupported_reason("best_of", "streaming")
+        raise RequestError(
+            f"best_of above n cannot be streamed: {reason}; set stream: false", field="best_of"
+        )
     if body.max_tokens == 0:
         raise RequestError("best_of above n ranks outputs, and max_tokens 0 asks for none", field="best_of")
     return body.n
@@ -299,7 +303,10 @@ def _check_call(body: Body, context: ApiContext) -> None:
     if body.stream_options is not None and not body.stream:
         raise RequestError("stream_options needs stream: true", field="stream_options")
     if body.stream and body.prompt_logprobs is not None:
-        raise RequestError("prompt_logprobs cannot be streamed; set stream: false", field="prompt_logprobs")
+        reason = unsupported_reason("prompt_logprobs", "streaming")
+        raise RequestError(
+            f"prompt_logprobs cannot be streamed: {reason}; set stream: false", field="prompt_logprobs"
+        )
 
 
 def _has_continuous_usage(body: Body) -> bool:

@@ -20,6 +20,7 @@ from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..errors import RequestError
+from ..features import unsupported_reason
 from .structured import StructuredOutput
 from .tool_calls import AnswerParser, ReasoningFormat, Tool, ToolFormat
 
@@ -159,8 +160,10 @@ def held_form(
     if use.choice == "none" or tool_format is None:
         return asked
     if asked is not None:
+        kind = "tool calls (enforced)" if use.is_enforced else "tool calls (auto)"
+        reason = unsupported_reason("structured output", kind)
         raise RequestError(
-            f"{asked.field}: an answer of this form has no place for calls; set tool_choice to none",
+            f"{asked.field}: {reason}; set tool_choice to none",
             field=asked.field,
             code="unsupported_value",
         )

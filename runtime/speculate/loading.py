@@ -7,6 +7,7 @@ from pathlib import Path
 
 from ...compile.bundle import HostFacts, Manifest, check_bundle, read_manifest
 from ...errors import ConfigError
+from ...features import unsupported_reason
 from ..engine_config import EngineConfig
 from ..executor import ExecutorLimits
 from ..tokenizer import Tokenizer
@@ -93,10 +94,10 @@ def read_drafting(
     draft = read_manifest(path)
     check_bundle(draft, path, HostFacts.detect())
     for name, one in (("the model", manifest), ("draft_bundle", draft)):
-        if one.target != "cpu":
+        reason = unsupported_reason("draft model", one.target)
+        if reason is not None:
             raise ConfigError(
-                f"speculation: {name} is built for {one.target}; draft models run on target cpu alone so far: use "
-                "method ngram or suffix"
+                f"speculation: {name} is built for {one.target}, but {reason}; use method ngram or suffix"
             )
     check_same_tokens(tokenizer, Tokenizer.from_directory(path))
     # Block b of the pool is a page of each model, so both have as many of them.

@@ -133,7 +133,7 @@ def test_targets_whose_engines_give_no_states_refuse_a_drafter(
         build_plan, "_target", lambda *_: None
     )  # what these need of a machine is not the question
     drafter = random_drafter(checkpoint, tmp_path / "drafter")
-    with pytest.raises(BuildError, match=f"drafter: engines of target {target} give no hidden states"):
+    with pytest.raises(BuildError, match=f"drafter: target is {target}, but only engines of target cpu give"):
         plan(checkpoint, drafter, target=target)
 
 

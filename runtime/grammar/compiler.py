@@ -9,20 +9,19 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import numpy as np
-from llguidance import LLMatcher, LLParserLimits
+from llguidance import LLMatcher
 
 from ...errors import RequestError
 from ..structured import StructuredOutput
 from .forms import write_grammar
 from .limits import GrammarLimits
 from .matcher import LlguidanceGrammar
+from .trial import Trial, TrialError
+from .trial_process import parser_limits
 from .vocabulary import Vocabulary
 
 if TYPE_CHECKING:
     from ..tokenizer import Tokenizer
-
-_MAX_LEXER_STATES = 50_000
-"""Of one sequence; each takes one to two kB."""
 
 
 class GrammarCompiler:
@@ -30,7 +29,8 @@ class GrammarCompiler:
 
     `vocab_size` is the width of the model's logits. Equal forms are compiled once, also when two threads ask at the
     same time, and the latest are kept. The work is done in threads of its own, which hold the interpreter for no
-    longer than some milliseconds at a time: llguidance compiles without it.
+    longer than some milliseconds at a time: llguidance compiles without it. A process of its own compiles first, on
+    trial (`trial.py`).
     """
 
     def __init__(
@@ -48,11 +48,15 @@ class GrammarCompiler:
         self._vocabulary_lock = threading.Lock()
         self._kept: OrderedDict[StructuredOutput, Future[LlguidanceGrammar]] = OrderedDict()
         self._lock = threading.Lock()
+        self._trial = Trial()
         self._threads = ThreadPoolExecutor(self._limits.num_threads, thread_name_prefix="pelton-grammar")
 
     def warm_up(self) -> None:
-        """Make the table of the vocabulary, which takes some tenths of a second, before the first request needs it."""
+        """Make what takes some tenths of a second before the first request needs it: the table of the vocabulary,
+        the process of trials.
+        """
         if self._eos_token_ids:
+            self._trial.start()
             self._get_vocabulary()
 
     def compile(self, output: StructuredOutput) -> LlguidanceGrammar:
@@ -71,11 +75,8 @@ class GrammarCompiler:
         try:
             return future.result(self._limits.deadline_seconds)
         except TimeoutError:
-            raise RequestError(
-                f"{output.field}: not compiled within {self._limits.deadline_seconds:g} s; make it simpler",
-                field=output.field,
-                code="grammar_too_complex",
-            ) from None
+            reason = f"it takes longer than {self._limits.deadline_seconds:g} s; make it simpler"
+            raise _refusal(output, reason, is_late=True) from None
         except RequestError:
             with self._lock:
                 if self._kept.get(output) is future:
@@ -83,8 +84,9 @@ class GrammarCompiler:
             raise
 
     def close(self) -> None:
-        """Let go of the threads; nothing may be compiled any more."""
+        """Let go of threads and process; nothing may be compiled any more."""
         self._threads.shutdown(wait=False, cancel_futures=True)
+        self._trial.close()
 
     def _get_vocabulary(self) -> Vocabulary:
         with self._vocabulary_lock:
@@ -95,8 +97,11 @@ class GrammarCompiler:
     def _compile(self, output: StructuredOutput) -> LlguidanceGrammar:
         vocabulary = self._get_vocabulary()
         text = write_grammar(output, vocabulary, self._limits)
-        limits = LLParserLimits(verbose_errors=False, max_lexer_states=_MAX_LEXER_STATES)
-        matcher = LLMatcher(vocabulary.table, text, log_level=0, limits=limits)
+        try:
+            self._trial.check(text, self._limits.deadline_seconds)
+        except TrialError as error:
+            raise _refusal(output, str(error), is_late=error.is_late) from None
+        matcher = LLMatcher(vocabulary.table, text, log_level=0, limits=parser_limits())
         mask = np.empty(vocabulary.num_words, np.int32)
         if not matcher.is_error():
             # The first mask finds what is too complex, and the copies of the matcher start with what it has made.
@@ -105,9 +110,10 @@ class GrammarCompiler:
         if not reason and not (mask & ~vocabulary.end_mask).any():
             reason = "it allows no text"
         if reason:
-            raise RequestError(
-                f"{output.field} cannot be compiled: {' '.join(reason.split())[:300]}",
-                field=output.field,
-                code="invalid_grammar",
-            )
+            raise _refusal(output, " ".join(reason.split())[:300])
         return LlguidanceGrammar(vocabulary, matcher)
+
+
+def _refusal(output: StructuredOutput, reason: str, *, is_late: bool = False) -> RequestError:
+    code = "grammar_too_complex" if is_late else "invalid_grammar"
+    return RequestError(f"{output.field} cannot be compiled: {reason}", field=output.field, code=code)

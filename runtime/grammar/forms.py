@@ -17,6 +17,7 @@ from .schema import SchemaError, prepare_schema
 from .vocabulary import Vocabulary
 
 MAX_NUM_CHOICES = 10_000
+MAX_NUM_RULES = 1000
 _WHITESPACE = r"[\x20\x0A\x0D\x09]{1,8}"
 """Between two tokens of JSON, at most once: a model that likes blanks cannot go on with them for ever."""
 
@@ -115,6 +116,8 @@ def _user_grammar(output: StructuredOutput, limits: GrammarLimits) -> str:
                 field=output.field,
             )
         return text
+    if bare.count("::=") > MAX_NUM_RULES:
+        raise RequestError(f"{output.field}: more than {MAX_NUM_RULES} rules", field=output.field)
     try:
         return gbnf_to_lark(text)
     except Exception as error:  # the converter raises bare Exception

@@ -25,6 +25,7 @@ from .schema_choice import are_disjoint, can_end
 Schema = dict[str, Any] | bool
 
 MAX_NUM_NODES = 20_000
+MAX_NUM_REFERENCES = 500  # to different places
 MAX_NUM_PROPERTIES = 1500
 """Of one object, or fewer in many: the time to compile grows with the sum of squares."""
 
@@ -183,6 +184,8 @@ class _Reader:
         self._target(target, at)
         self._edges.add(target)
         name = self._names.setdefault(target, f"d{len(self._names)}")
+        if len(self._names) > MAX_NUM_REFERENCES:
+            raise SchemaError(at, f"more than {MAX_NUM_REFERENCES} definitions")
         return {"$ref": f"#/$defs/{name}"}
 
     def all_of(self, value: object, at: str) -> dict[str, Any]:

@@ -182,3 +182,33 @@ def test_so_02_white_space_ends_and_strings_keep_theirs() -> None:
     (space,) = tokenizer.encode(" ", add_special_tokens=False)
     assert all(map(in_string.accept, [quote, *[space] * 100, quote]))
     assert in_string.is_finished
+
+
+def chain(length: int) -> dict[str, Any]:
+    links = {
+        f"d{i}": {"type": "object", "properties": {"a": {"$ref": f"#/$defs/d{i + 1}"}}, "required": ["a"]}
+        for i in range(length)
+    }
+    return {"$defs": {**links, f"d{length}": {"type": "null"}}, "$ref": "#/$defs/d0"}
+
+
+def test_so_01_what_would_bring_the_compiler_down_is_refused() -> None:
+    rules = "\n".join(f'a{i}: "x" a{i + 1}' for i in range(6000))
+    for form_ in (form(chain(450)), StructuredOutput("grammar", f'start: a0\n{rules}\na6000: "x"')):
+        with pytest.raises(RequestError, match="nested too deeply"):
+            vocabulary("byte-level")[1].compile(form_)
+    assert vocabulary("byte-level")[1].compile(form(chain(40)))
+    assert "more than 500 definitions" in str(refusal(chain(600)))
+
+
+def test_so_03_a_compilation_without_end_is_ended() -> None:
+    tokenizer, _ = vocabulary("byte-level")
+    compiler = GrammarCompiler(tokenizer, tokenizer.vocab_size, limits=GrammarLimits(deadline_seconds=1.0))
+    compiler.warm_up()
+    assert compiler.compile(form({"type": "integer", "multipleOf": 101}))
+    with pytest.raises(RequestError, match="longer than 1 s"):
+        compiler.compile(form({"allOf": [{"pattern": f"a{i}.*b"} for i in range(40)]}))
+    assert compiler.compile(form({"type": "integer", "multipleOf": 103}))
+    compiler.close()
+    with pytest.raises(RuntimeError):
+        compiler.compile(form({"type": "integer", "multipleOf": 7}))

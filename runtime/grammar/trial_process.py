@@ -1,0 +1,55 @@
+"""The process of `trial.py`: reads grammars, a JSON string per line, and answers each with why it cannot be compiled.
+
+Run as a script, it imports nothing of the package. Its stack and memory are smaller than those of the threads that
+compile for good, so that what passes here passes there.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import sys
+import threading
+
+import llguidance
+
+MAX_MEMORY_BYTES = 2 << 30
+STACK_BYTES = 2 << 20
+MAX_LEXER_STATES = 50_000
+"""Of one sequence; each takes one to two kB."""
+
+
+class _Bytes(llguidance.TokenizerWrapper):
+    """A vocabulary of single bytes and an end."""
+
+    def __init__(self) -> None:
+        self.tokens = [bytes([value]) for value in range(256)] + [b"<end>"]
+        self.special_token_ids = [256]
+        self.eos_token_id = 256
+        self.bos_token_id = None
+        self.is_tokenizer_wrapper = True
+
+    def __call__(self, text: str | bytes) -> list[int]:
+        return list(text.encode() if isinstance(text, str) else text)
+
+
+def parser_limits() -> llguidance.LLParserLimits:
+    return llguidance.LLParserLimits(verbose_errors=False, max_lexer_states=MAX_LEXER_STATES)
+
+
+def _serve() -> None:
+    table = llguidance.LLTokenizer(_Bytes())
+    for line in sys.stdin:
+        matcher = llguidance.LLMatcher(table, json.loads(line), log_level=0, limits=parser_limits())
+        if not matcher.is_error():
+            matcher.compute_bitmask()
+        print(json.dumps(matcher.get_error()), flush=True)
+
+
+if __name__ == "__main__":
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
+    threading.stack_size(STACK_BYTES)
+    thread = threading.Thread(target=_serve, daemon=True)
+    thread.start()
+    thread.join()

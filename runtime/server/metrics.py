@@ -106,6 +106,8 @@ class _EngineCollector(Collector):
                 stats.num_prefix_queried_tokens,
             ),
             ("prefix_cache_hits", "Tokens found in the prefix cache.", stats.num_prefix_hit_tokens),
+            ("draft_tokens", "Tokens drafted and verified.", stats.num_draft_tokens),
+            ("accepted_tokens", "Drafted tokens that were accepted.", stats.num_accepted_tokens),
         ):
             yield CounterMetricFamily(f"pelton_{name}", text, value)
         finished = CounterMetricFamily(

@@ -17,8 +17,9 @@ from .executor import Executor, ExecutorLimits, StepOutput
 from .grammar.compiler import GrammarCompiler
 from .grammar.mask_filler import MaskFiller, MaskRows
 from .inputs import logits_offsets, pack
-from .outputs import Delta, TokenEvent, TokenLogprob
+from .outputs import Delta, TokenEvent
 from .plan import PlanItem, StepPlan
+from .prompt_scores import PromptScores
 from .request import Request
 from .sampler import Verification
 from .scheduler import Scheduler, SchedulerConfig
@@ -46,11 +47,10 @@ class _Active:
     """An admitted request. Choices other than the first appear when the prompt is computed (`Scheduler.fork`)."""
 
     request: Request
+    prompt_scores: PromptScores
     has_own_seed: bool = True
     choices: dict[int, _Choice] = field(default_factory=dict)
     finished: set[int] = field(default_factory=set)
-    prompt_logprobs: dict[int, TokenLogprob] = field(default_factory=dict)
-    has_sent_prompt_logprobs: bool = False
 
 
 class Engine:
@@ -144,7 +144,7 @@ class Engine:
             request = replace(request, params=replace(params, seed=secrets.randbits(63)))
         sequence = Sequence(request)
         self._scheduler.add(sequence)
-        active = _Active(request, has_own_seed)
+        active = _Active(request, PromptScores(request), has_own_seed)
         active.choices[0] = self._choice(sequence)
         self._active[request.request_id] = active
         self._num_deadlines += request.deadline is not None
@@ -284,8 +284,11 @@ class Engine:
         if masks is not None and masks.error is not None:
             self._end(item.sequence.request.request_id, "error", masks.error)
             return
+        draft, rows = item.draft, None if masks is None else masks.rows
+        if rows is not None and draft.probs is None:
+            draft = draft.cut(len(rows) - 1)  # behind a token that the form refuses there are no masks
         for sequence in self._samplers_of(item.sequence):
-            yield Verification(sequence, row, item.draft, None if masks is None else masks.rows)
+            yield Verification(sequence, row, draft, rows)
 
     def _accept_all(self, sequence: Sequence, events: list[TokenEvent | EngineError]) -> int:
         """Take what was verified until something of it ends the choice: how many drafted tokens were accepted."""
@@ -319,21 +322,18 @@ class Engine:
 
         False if a row cannot be scored: that has ended the request, and only that.
         """
-        request = sequence.request
-        num_top = request.params.prompt_logprobs
-        active = self._active[request.request_id]
-        wanted = request.prompt_token_ids[start + 1 : start + 1 + len(rows)]
-        # Once sent, the scores are final, though a preempted sequence computes its prompt again.
-        if num_top is None or active.has_sent_prompt_logprobs or not wanted:
+        scores = self._active[sequence.request.request_id].prompt_scores
+        wanted = scores.wanted(start, len(rows))
+        if not wanted:
             return True
         try:
             logits = output.logits[rows.start : rows.start + len(wanted)]
-            scores = self._sampler.prompt_logprobs(logits, wanted, num_top)
+            scores.add(start, self._sampler.prompt_logprobs(logits, wanted, scores.num_top))
         except EngineError as error:
-            cause = EngineError(f"request {request.request_id}, prompt_logprobs: {error}")
-            self._end(request.request_id, "error", cause)
+            request_id = sequence.request.request_id
+            cause = EngineError(f"request {request_id}, prompt_logprobs: {error}")
+            self._end(request_id, "error", cause)
             return False
-        active.prompt_logprobs.update(enumerate(scores, start + 1))
         return True
 
     def _accept(self, sequence: Sequence, event: TokenEvent, *, is_computed: bool = False) -> None:
@@ -382,6 +382,7 @@ class Engine:
         error: PeltonError | None = None,
     ) -> None:
         request = sequence.request
+        scores = self._active[request.request_id].prompt_scores
         self._pending.append(
             Delta(
                 request_id=request.request_id,
@@ -394,22 +395,10 @@ class Engine:
                 num_prompt_tokens=request.num_prompt_tokens,
                 num_cached_tokens=sequence.num_cached_tokens,
                 num_output_tokens=sequence.num_output_tokens,
-                prompt_logprobs=self._take_prompt_logprobs(sequence),
+                prompt_logprobs=scores.take() if sequence.index == 0 else None,
                 error=error,
             )
         )
-
-    def _take_prompt_logprobs(self, sequence: Sequence) -> tuple[TokenLogprob | None, ...] | None:
-        active = self._active[sequence.request.request_id]
-        num_tokens = sequence.num_prompt_tokens
-        is_due = sequence.index == 0 and not active.has_sent_prompt_logprobs
-        if sequence.request.params.prompt_logprobs is None or not is_due:
-            return None
-        scores = active.prompt_logprobs
-        if len(scores) < num_tokens - 1:
-            return None
-        active.has_sent_prompt_logprobs = True
-        return (None, *(scores[position] for position in range(1, num_tokens)))
 
     def _finish(
         self,

@@ -50,7 +50,7 @@ def pytest_report_header() -> str:
 
 
 # Bundles that several tests share are built by one process, and what serves has one core to itself.
-_BUNDLES = {"tiny_bundles", "smollm2_bundle", "smollm2_float32_bundle"}
+_BUNDLES = {"tiny_bundles", "heads_bundle", "smollm2_bundle", "smollm2_float32_bundle"}
 _CUDA_BUNDLES = {"cuda_bundles", "cuda_int4_bundle"}
 
 
@@ -139,6 +139,17 @@ def tiny_bundles(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
             equalise_norms(checkpoint)
         bundles[family] = _built(f"tiny-{family}", "float32", checkpoint, "--block-size", "16")
     return bundles
+
+
+@pytest.fixture(scope="session")
+def heads_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random Llama of two layers in float32 with random drafter heads, trained on nothing."""
+    from support.checkpoints import tiny_checkpoint
+    from support.drafters import random_drafter
+
+    checkpoint = tiny_checkpoint("llama", tmp_path_factory.mktemp("llama"))
+    drafter = random_drafter(checkpoint, tmp_path_factory.mktemp("drafter") / "heads")
+    return _built("tiny-heads", "float32", checkpoint, "--block-size", "16", "--drafter", str(drafter))
 
 
 @pytest.fixture(scope="session")

@@ -8,16 +8,28 @@ if TYPE_CHECKING:
     from .runtime.llm import LLM
     from .runtime.outputs import CompletionOutput, RequestOutput
     from .runtime.request import SamplingParams
+    from .runtime.speculate.config import SpeculationConfig
+    from .runtime.structured import StructuredOutput
 
 __version__ = "0.1.0"
 
-__all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams", "__version__"]
+__all__ = [
+    "LLM",
+    "CompletionOutput",
+    "RequestOutput",
+    "SamplingParams",
+    "SpeculationConfig",
+    "StructuredOutput",
+    "__version__",
+]
 
 _HOMES = {
     "LLM": "llm",
     "SamplingParams": "request",
     "RequestOutput": "outputs",
     "CompletionOutput": "outputs",
+    "SpeculationConfig": "speculate.config",
+    "StructuredOutput": "structured",
 }
 
 

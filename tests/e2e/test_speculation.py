@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -73,11 +74,36 @@ def prompts_for(llm: LLM) -> list[list[int]]:
     return [tokens + tokens[: len(tokens) // 2] if i % 2 else tokens for i, tokens in enumerate(texts)]
 
 
-def run(bundle: Path, case: Case, speculation: SpeculationConfig | None) -> tuple[list[Any], int, int]:
-    """What a client sees of each answer, the number of accepted tokens and of preemptions."""
-    base: dict[str, Any] = {"temperature": 0, "max_tokens": NUM_TOKENS, "ignore_eos": True, "logprobs": 2}
-    params = SamplingParams(**{**base, **case.params})
-    with LLM(bundle, speculation=speculation, **case.engine) as llm:
+class Answers:
+    """What a client sees of each answer of a case, by drafter; engines with the usual settings are loaded once."""
+
+    def __init__(self, bundle: Path, draft_bundle: Path) -> None:
+        self._bundle = bundle
+        self.drafters: dict[str, SpeculationConfig | None] = {
+            "nobody": None,
+            "ngram": SpeculationConfig("ngram", is_adaptive=False),
+            "suffix": SpeculationConfig("suffix", is_adaptive=False),
+            "draft-model": SpeculationConfig("draft-model", draft_bundle=draft_bundle, is_adaptive=False),
+        }
+        self._engines: dict[str, LLM] = {}
+
+    def of(self, case: Case, drafter: str) -> tuple[list[Any], int, int]:
+        """The answers, and how many tokens were accepted and sequences preempted on the way."""
+        if case.engine:
+            with LLM(self._bundle, speculation=self.drafters[drafter], **case.engine) as llm:
+                return self._run(llm, case)
+        if drafter not in self._engines:
+            self._engines[drafter] = LLM(self._bundle, speculation=self.drafters[drafter])
+        return self._run(self._engines[drafter], case)
+
+    def close(self) -> None:
+        for llm in self._engines.values():
+            llm.close()
+
+    def _run(self, llm: LLM, case: Case) -> tuple[list[Any], int, int]:
+        base: dict[str, Any] = {"temperature": 0, "max_tokens": NUM_TOKENS, "ignore_eos": True, "logprobs": 2}
+        params = SamplingParams(**{**base, **case.params})
+        before = llm.engine.stats()
         prompts = prompts_for(llm)
         settings = [
             replace(params, num_draft_tokens=0) if case.is_half_off and i % 2 else params
@@ -85,35 +111,37 @@ def run(bundle: Path, case: Case, speculation: SpeculationConfig | None) -> tupl
         ]
         outputs = llm.generate(prompts, settings)
         outputs += llm.generate(prompts[:3], settings[:3])  # found in the prefix cache, and by suffixes
-        stats = llm.engine.stats()
-    return [seen(output) for output in outputs], stats.num_accepted_tokens, stats.num_preemptions
+        after = llm.engine.stats()
+        num_accepted = after.num_accepted_tokens - before.num_accepted_tokens
+        return (
+            [seen(output) for output in outputs],
+            num_accepted,
+            after.num_preemptions - before.num_preemptions,
+        )
 
 
-def drafters(draft_bundle: Path) -> dict[str, SpeculationConfig]:
-    return {
-        "ngram": SpeculationConfig("ngram", is_adaptive=False),
-        "suffix": SpeculationConfig("suffix", is_adaptive=False),
-        "draft-model": SpeculationConfig("draft-model", draft_bundle=draft_bundle, is_adaptive=False),
-    }
+@pytest.fixture(scope="module")
+def answers(smollm2_float32_bundle: Path, smollm2_bundle: Path) -> Iterator[Answers]:
+    """Float32; the draft model is the same model in bfloat16: most of its tokens are right, and some are not."""
+    engines = Answers(smollm2_float32_bundle, smollm2_bundle)
+    yield engines
+    engines.close()
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_drafts_change_nothing_that_a_client_sees(
-    name: str, smollm2_float32_bundle: Path, smollm2_bundle: Path
-) -> None:
-    """Float32; the draft model is the same model in bfloat16, so most of its tokens are right, and some are not."""
+def test_drafts_change_nothing_that_a_client_sees(name: str, answers: Answers) -> None:
     case = CASES[name]
-    plain, _, num_preemptions = run(smollm2_float32_bundle, case, None)
+    plain, _, num_preemptions = answers.of(case, "nobody")
     if name == "preempted":
         assert num_preemptions > 0, "the pool is too large to preempt anybody"
-    configs = drafters(smollm2_bundle)
     # CI gives each case two of them.
-    chosen = configs if IS_FULL else ("ngram", ("suffix", "draft-model")[list(CASES).index(name) % 2])
-    for method in chosen:
-        drafted, num_accepted, _ = run(smollm2_float32_bundle, case, configs[method])
+    others = ("suffix", "draft-model")
+    chosen = ("ngram", *others) if IS_FULL else ("ngram", others[list(CASES).index(name) % 2])
+    for drafter in chosen:
+        drafted, num_accepted, _ = answers.of(case, drafter)
         for number, (expected, got) in enumerate(zip(plain, drafted, strict=True)):
-            assert got == expected, f"{method}, prompt {number}"
-        assert num_accepted > 10, method
+            assert got == expected, f"{drafter}, prompt {number}"
+        assert num_accepted > 10, drafter
 
 
 def test_sp_04_a_repetitive_prompt_gives_the_same_ids(smollm2_float32_bundle: Path) -> None:

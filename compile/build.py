@@ -178,7 +178,11 @@ def _prove(
 
     The graph itself is proved with pages that lose nothing, so that a fault cannot hide in what quantisation loses.
     """
-    block_size, cache_dtype, with_hidden = plan.limits.block_size, plan.kv_cache_dtype, plan.drafter is not None
+    block_size, cache_dtype, with_hidden = (
+        plan.limits.block_size,
+        plan.kv_cache_dtype,
+        plan.drafter is not None,
+    )
     if cache_dtype is None:
         with progress.stage("prove the exported graph"):
             trace = record(model, windows=windows, block_size=block_size, with_hidden=with_hidden)

@@ -93,5 +93,7 @@ def check_drafter(drafter: DrafterFiles, checkpoint: Checkpoint, facts: ModelFac
 
 def vocabulary_digest(tokenizer: Any) -> str:
     """sha256 of the tokens and their ids, those added beside the vocabulary included, of a transformers tokenizer."""
-    tokens = sorted((i, token) for token, i in tokenizer.backend_tokenizer.get_vocab(with_added_tokens=True).items())
+    tokens = sorted(
+        (i, token) for token, i in tokenizer.backend_tokenizer.get_vocab(with_added_tokens=True).items()
+    )
     return hashlib.sha256(json.dumps(tokens).encode()).hexdigest()

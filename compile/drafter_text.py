@@ -23,7 +23,9 @@ from .progress import Progress
 
 WINDOW = 512  # tokens
 _HELD_OUT_EVERY = 20
-_NUM_LIKELIEST = 16  # tokens of the target's distribution that are kept: 97% of its mass on SmolLM2's own text
+_NUM_LIKELIEST = (
+    16  # tokens of the target's distribution that are kept: 97% of its mass on SmolLM2's own text
+)
 
 
 @dataclass(frozen=True)
@@ -47,12 +49,19 @@ class Corpus:
 
 
 def read_windows(
-    paths: Sequence[Path], tokenizer: Any, *, window: int, span: int, vocab_size: int, max_tokens: int, seed: int
+    paths: Sequence[Path],
+    tokenizer: Any,
+    *,
+    window: int,
+    span: int,
+    vocab_size: int,
+    max_tokens: int,
+    seed: int,
 ) -> tuple[list[np.ndarray], list[np.ndarray]]:
     """Token ids of the windows to train on and of those held out; `max_tokens` in all, drawn by `seed` if there are
     more. Raises `BuildError` naming the file, or saying that there is too little text.
     """
-    windows = []
+    windows: list[np.ndarray] = []
     for path in paths:
         found = len(windows)
         for document in read_documents(path):
@@ -96,7 +105,9 @@ def read_documents(path: Path) -> Iterator[str]:
             yield document["text"]
 
 
-def observe_target(model: nn.Module, windows: Sequence[np.ndarray], *, span: int, progress: Progress) -> Corpus:
+def observe_target(
+    model: nn.Module, windows: Sequence[np.ndarray], *, span: int, progress: Progress
+) -> Corpus:
     """Run `model` on each window."""
     num_tokens = sum(map(len, windows))
     config: Any = model.config
@@ -109,7 +120,9 @@ def observe_target(model: nn.Module, windows: Sequence[np.ndarray], *, span: int
     for ids in windows:
         end = start + len(ids)
         with torch.inference_mode(), head_inputs(model) as captured:
-            logits = model(input_ids=torch.from_numpy(ids)[None], use_cache=False).logits[0]  # [tokens, vocab]
+            logits = model(input_ids=torch.from_numpy(ids)[None], use_cache=False).logits[
+                0
+            ]  # [tokens, vocab]
             rows = only_head_input(model, captured)
             if rows.shape[-1] != config.hidden_size:
                 raise BuildError(
@@ -125,5 +138,5 @@ def observe_target(model: nn.Module, windows: Sequence[np.ndarray], *, span: int
         positions.append(torch.arange(start, end - span))
         start = end
         progress.step(f"{start} of {num_tokens} tokens")
-    ids = torch.from_numpy(np.concatenate(windows))
-    return Corpus(ids, hidden, likeliest, probabilities, torch.cat(positions))
+    token_ids = torch.from_numpy(np.concatenate(windows))
+    return Corpus(token_ids, hidden, likeliest, probabilities, torch.cat(positions))

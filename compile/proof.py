@@ -11,7 +11,6 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -133,9 +132,7 @@ def record(
     tolerance = hidden_tolerance = _FLOAT32_TOLERANCE
     if not _is_float32(model):
         own = _eager(model, token_ids, with_hidden)
-        tolerance = _MAX_NOISE_RATIO * _relative_error(
-            [r.logits for r in own], [r.logits for r in reference]
-        )
+        tolerance = _MAX_NOISE_RATIO * _relative_error([r.logits for r in own], [r.logits for r in reference])
         if with_hidden:
             hidden_tolerance = _MAX_NOISE_RATIO * _relative_error(_hidden(own), _hidden(reference))
     hidden = tuple(_hidden(reference)) if with_hidden else ()
@@ -155,7 +152,7 @@ def _eager(model: nn.Module, token_ids: Sequence[np.ndarray], with_hidden: bool)
     results = []
     with torch.no_grad():
         for ids in token_ids:
-            with head_inputs(model) if with_hidden else nullcontext([]) as captured:
+            with head_inputs(model, are_wanted=with_hidden) as captured:
                 logits = model(input_ids=torch.from_numpy(ids)[None], use_cache=False).logits[0].float()
             hidden = only_head_input(model, captured).float() if with_hidden else None
             results.append(StepResult(logits, hidden))

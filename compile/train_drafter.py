@@ -70,7 +70,12 @@ class TrainRequest:
             raise BuildError(f"kind: {self.kind!r} is unknown; choose one of {', '.join(KINDS)}")
         if not self.texts:
             raise BuildError("text: give at least one file to train on")
-        for name, least in (("steps", 1), ("num_draft_tokens", 1), ("draft_vocab_size", 1), ("max_tokens", 2)):
+        for name, least in (
+            ("steps", 1),
+            ("num_draft_tokens", 1),
+            ("draft_vocab_size", 1),
+            ("max_tokens", 2),
+        ):
             if getattr(self, name) < least:
                 raise BuildError(f"{name}: must be at least {least}, got {getattr(self, name)}")
         if self.minutes is not None and not 0 < self.minutes < math.inf:
@@ -232,7 +237,7 @@ def measure_acceptance(heads: _Heads, corpus: Corpus, draft_tokens: Tensor, plac
     greedy = corpus.likeliest[:, 0].long()
     right = []
     with torch.inference_mode():
-        for at in corpus.positions.split(_EVALUATION_ROWS):
+        for at in torch.split(corpus.positions, _EVALUATION_ROWS):
             after = at[:, None] + torch.arange(1, places + 1)
             states = heads.states(corpus.hidden[at], corpus.token_ids[after])
             guesses = torch.stack([draft_tokens[heads.logits(state).argmax(-1)] for state in states], 1)
@@ -274,7 +279,9 @@ def _check_output(directory: Path) -> None:
     if not directory.exists() or (directory / CONFIG_FILE).is_file():
         return
     if not directory.is_dir() or any(directory.iterdir()):
-        raise BuildError(f"{directory}: exists and is no drafter; it is not overwritten, choose another --output")
+        raise BuildError(
+            f"{directory}: exists and is no drafter; it is not overwritten, choose another --output"
+        )
 
 
 def _make_heads(

@@ -85,7 +85,9 @@ def _drafter(manifest: Manifest) -> list[tuple[str, str]]:
     facts = manifest.drafter
     if facts is None:
         return []
-    return [("drafter", f"{facts.kind}, up to {facts.num_draft_tokens} tokens out of {facts.draft_vocab_size}")]
+    return [
+        ("drafter", f"{facts.kind}, up to {facts.num_draft_tokens} tokens out of {facts.draft_vocab_size}")
+    ]
 
 
 def _cost(manifest: Manifest) -> list[tuple[str, str]]:

@@ -95,7 +95,7 @@ def pack(weight: Tensor) -> Callable[[Tensor], Tensor]:
 
 def has_fast_bfloat16() -> bool:
     """Whether this CPU multiplies in bfloat16."""
-    return bool(torch.backends.mkldnn.is_available() and torch.cpu._is_avx512_bf16_supported())
+    return bool(torch._C._has_mkldnn and torch.cpu._is_avx512_bf16_supported())
 
 
 class HeadDrafter:
@@ -176,9 +176,7 @@ class HeadDrafter:
                 state, tokens = state[rows], tokens[rows]
                 active = [active[row] for row in kept]
 
-    def _draw(
-        self, active: Seq[_Guess], logits: Tensor, index: Tensor, place: int
-    ) -> dict[int, np.ndarray]:
+    def _draw(self, active: Seq[_Guess], logits: Tensor, index: Tensor, place: int) -> dict[int, np.ndarray]:
         """Replace the likeliest by a drawn one in `index` where a request samples; their distributions by row."""
         rows = [row for row, guess in enumerate(active) if guess.numbers is not None]
         if not rows:

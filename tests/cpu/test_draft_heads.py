@@ -38,7 +38,9 @@ def silu(x: np.ndarray) -> np.ndarray:
     return x / (1 + np.exp(-x))
 
 
-def plain_draft(config: HeadConfig, weights: dict[str, Tensor], hidden: Tensor, token: int) -> list[np.ndarray]:
+def plain_draft(
+    config: HeadConfig, weights: dict[str, Tensor], hidden: Tensor, token: int
+) -> list[np.ndarray]:
     """Distributions over the draft vocabulary of each place, in float64, one sequence at a time, after the likeliest
     tokens before it."""
     w = {name: tensor.double().numpy() for name, tensor in weights.items()}
@@ -71,7 +73,9 @@ def test_a_batch_gets_the_tokens_of_the_plain_arithmetic(kind: str) -> None:
         likeliest = [int(weights["draft_tokens"][p.argmax()]) for p in expected]
         assert list(draft.token_ids) == likeliest[:length]
         assert draft.probs is None
-    assert heads.propose([DraftAsk(sequences[1], 1)])[0].token_ids == drafts[1].token_ids, "it has not moved on"
+    assert heads.propose([DraftAsk(sequences[1], 1)])[0].token_ids == drafts[1].token_ids, (
+        "it has not moved on"
+    )
 
 
 @pytest.mark.parametrize("kind", ["eagle", "medusa"])
@@ -180,7 +184,10 @@ def test_packed_bfloat16_weights_compute_the_same() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"down": None}, r"drafter\.safetensors: down is missing, drafter\.json asks for \[64, 24\] of float32"),
+        (
+            {"down": None},
+            r"drafter\.safetensors: down is missing, drafter\.json asks for \[64, 24\] of float32",
+        ),
         ({"other": torch.zeros(1)}, r"other is \[1\] of float32, drafter\.json asks for missing"),
         ({"mix": torch.zeros(3, 3)}, r"mix is \[3, 3\]"),
         ({"head": torch.zeros(100, 64).half()}, r"head is \[100, 64\] of float16"),

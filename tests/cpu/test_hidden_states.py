@@ -63,7 +63,9 @@ def test_a_form_with_wrong_states_or_none_is_refused() -> None:
         return step
 
     compare(trace, wrong(1.0), "graph")  # type: ignore[arg-type]
-    with pytest.raises(BuildError, match="graph does not reproduce.* of the hidden states, at most 1.00e-04"):
+    with pytest.raises(
+        BuildError, match=r"graph does not reproduce.* of the hidden states, at most 1.00e-04"
+    ):
         compare(trace, wrong(1.001), "graph")  # type: ignore[arg-type]
     without = exported_step(export(model, block_size=16), geometry, trace, torch.float32)
     with pytest.raises(BuildError, match="relative error nan of the hidden states"):
@@ -114,7 +116,10 @@ def test_the_content_key_covers_the_drafter_and_nothing_without_one(checkpoint: 
     assert plan(checkpoint, other).content_key != first.content_key
     assert f"--drafter {tmp_path}/first" in first.command
     assert "--drafter" not in without.command
-    assert first.memory.weights - without.memory.weights == (tmp_path / "first/drafter.safetensors").stat().st_size
+    assert (
+        first.memory.weights - without.memory.weights
+        == (tmp_path / "first/drafter.safetensors").stat().st_size
+    )
     assert first.output != without.output
     assert ("drafter", "eagle, up to 3 tokens out of 100") in first.explain()
     assert first.warnings == without.warnings
@@ -126,7 +131,9 @@ def test_targets_whose_engines_give_no_states_refuse_a_drafter(
 ) -> None:
     from pelton.compile import build_plan
 
-    monkeypatch.setattr(build_plan, "_target", lambda *_: None)  # what these need of a machine is not the question
+    monkeypatch.setattr(
+        build_plan, "_target", lambda *_: None
+    )  # what these need of a machine is not the question
     drafter = random_drafter(checkpoint, tmp_path / "drafter")
     with pytest.raises(BuildError, match=f"drafter: engines of target {target} give no hidden states"):
         plan(checkpoint, drafter, target=target)
@@ -145,9 +152,11 @@ def test_a_drafter_for_another_model_is_refused_with_the_field(checkpoint: Path,
     (swapped / "tokenizer.json").write_text(
         text.replace('"a":', '"@@":').replace('"b":', '"a":').replace('"@@":', '"b":')
     )
-    with pytest.raises(BuildError, match="vocabulary: it was trained with a tokenizer whose ids stand for other"):
+    with pytest.raises(
+        BuildError, match="vocabulary: it was trained with a tokenizer whose ids stand for other"
+    ):
         plan(swapped, fitting)
-    with pytest.raises(BuildError, match="drafter: .*nothing is no directory"):
+    with pytest.raises(BuildError, match=r"drafter: .*nothing is no directory"):
         plan(checkpoint, tmp_path / "nothing")
     (fitting / "drafter.json").write_text('{"kind": "oracle"}')
     with pytest.raises(BuildError, match=r"drafter: .*drafter\.json: \w+: "):

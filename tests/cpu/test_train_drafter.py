@@ -135,7 +135,11 @@ def test_the_draft_vocabulary_are_the_most_frequent_tokens() -> None:
         ("empty.txt", "", r"text: .*empty\.txt holds no text of more than 3 tokens"),
         ("short.txt", "a", r"text: .*short\.txt holds no text of more than 3 tokens"),
         ("one.txt", "A text of one window.", "are one window of 512, and none is left to measure on"),
-        ("bad.jsonl", '{"text": "fine"}\n{"text": 3}\n', r'bad\.jsonl: line 2 is no object with a string "text"'),
+        (
+            "bad.jsonl",
+            '{"text": "fine"}\n{"text": 3}\n',
+            r'bad\.jsonl: line 2 is no object with a string "text"',
+        ),
         ("torn.jsonl", '{"text"', r"torn\.jsonl: line 1 is not JSON"),
         ("latin.txt", b"caf\xe9", r"latin\.txt: cannot be read as UTF-8"),
         ("missing.txt", None, r"missing\.txt: cannot be read"),

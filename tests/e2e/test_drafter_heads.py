@@ -76,7 +76,9 @@ def test_a_bundle_without_heads_gives_no_states_and_says_how_to_get_heads(
     executor = CpuExecutor(bundle, manifest, kv_cache_bytes=1 << 20)
     sequence = Sequence(Request("r", PROMPT, SamplingParams()), block_ids=[0])
     assert step(executor, sequence, len(PROMPT)).hidden is None
-    with pytest.raises(ConfigError, match=r"has none; train some with `pelton train-drafter`, build with --drafter"):
+    with pytest.raises(
+        ConfigError, match=r"has none; train some with `pelton train-drafter`, build with --drafter"
+    ):
         load_heads(bundle, manifest, executor.limits)
     executor.close()
 

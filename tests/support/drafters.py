@@ -57,7 +57,22 @@ def random_drafter(checkpoint: Path, directory: Path, *, kind: str = "eagle", se
 
 def training_text(path: Path, *, num_documents: int = 40) -> Path:
     """JSON lines of documents of some hundred tokens of a tiny checkpoint's tokenizer."""
-    words = "the engine reads every token once and keeps a page of answers in the table of France".split()
+    words = (
+        "the",
+        "engine",
+        "reads",
+        "every",
+        "token",
+        "once",
+        "and",
+        "keeps",
+        "a",
+        "page",
+        "of",
+        "answers",
+        "in",
+        "France",
+    )
     generator = torch.Generator().manual_seed(0)
     lines = []
     for _ in range(num_documents):

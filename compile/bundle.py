@@ -140,7 +140,8 @@ class Manifest:
 
     `engine` is the target's own: how its executor finds and feeds the engine (files, page layout, cache
     dtype). `quality` holds the results of the build's checks. `files` are the paths inside the bundle,
-    `/`-separated, without the manifest itself. `drafter` is None where there is none. `build_command` has no output: a bundle may be moved and copied.
+    `/`-separated, without the manifest itself. `drafter` is None where there is none.
+    `build_command` has no output: a bundle may be moved and copied.
     """
 
     format_version: int

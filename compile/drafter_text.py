@@ -61,7 +61,7 @@ def read_windows(
     """Token ids of the windows to train on and of those held out; `max_tokens` in all, drawn by `seed` if there are
     more. Raises `BuildError` naming the file, or saying that there is too little text.
     """
-    windows = []
+    windows: list[np.ndarray] = []
     for path in paths:
         found = len(windows)
         for document in read_documents(path):
@@ -138,5 +138,5 @@ def observe_target(
         positions.append(torch.arange(start, end - span))
         start = end
         progress.step(f"{start} of {num_tokens} tokens")
-    ids = torch.from_numpy(np.concatenate(windows))
-    return Corpus(ids, hidden, likeliest, probabilities, torch.cat(positions))
+    token_ids = torch.from_numpy(np.concatenate(windows))
+    return Corpus(token_ids, hidden, likeliest, probabilities, torch.cat(positions))

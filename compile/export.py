@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from contextlib import nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -144,7 +143,7 @@ class FlatModel(nn.Module):
         step = Step(block_table, seq_lens, query_start_loc, k_caches, v_caches, {}, {})
         token = _step.set(step)
         try:
-            with head_inputs(self.model) if self.with_hidden else nullcontext([]) as captured:
+            with head_inputs(self.model, are_wanted=self.with_hidden) as captured:
                 output = self.model(
                     input_ids=input_ids, position_ids=positions, use_cache=False, logits_to_keep=logits_rows
                 )
@@ -220,7 +219,9 @@ def export(
     """Export `model` (a causal LM in eval mode) with dynamic T, B, M, N and number of blocks.
 
     `experts`: how routed experts are computed, a name of `experts.py`. `cache_dtype` is that of the pages, None: the
-    model's own. `with_hidden`: the hidden states are an output too, the last one. Raises `BuildError` with the reason when the family cannot be exported.
+    model's own. `with_hidden`: the hidden states are an output too, the last one.
+
+    Raises `BuildError` with the reason when the family cannot be exported.
     """
     config: Any = model.config
     AttentionInterface.register(ATTENTION, _attention)

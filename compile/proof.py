@@ -11,7 +11,6 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -153,7 +152,7 @@ def _eager(model: nn.Module, token_ids: Sequence[np.ndarray], with_hidden: bool)
     results = []
     with torch.no_grad():
         for ids in token_ids:
-            with head_inputs(model) if with_hidden else nullcontext([]) as captured:
+            with head_inputs(model, are_wanted=with_hidden) as captured:
                 logits = model(input_ids=torch.from_numpy(ids)[None], use_cache=False).logits[0].float()
             hidden = only_head_input(model, captured).float() if with_hidden else None
             results.append(StepResult(logits, hidden))

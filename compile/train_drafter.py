@@ -237,7 +237,7 @@ def measure_acceptance(heads: _Heads, corpus: Corpus, draft_tokens: Tensor, plac
     greedy = corpus.likeliest[:, 0].long()
     right = []
     with torch.inference_mode():
-        for at in corpus.positions.split(_EVALUATION_ROWS):
+        for at in torch.split(corpus.positions, _EVALUATION_ROWS):
             after = at[:, None] + torch.arange(1, places + 1)
             states = heads.states(corpus.hidden[at], corpus.token_ids[after])
             guesses = torch.stack([draft_tokens[heads.logits(state).argmax(-1)] for state in states], 1)

@@ -1,4 +1,4 @@
-"""Drafter heads: small networks that guess tokens from the target's hidden state. What their files hold, their arithmetic.
+"""Drafter heads, which guess tokens from the target's hidden state: what their files hold, and their arithmetic.
 
     drafter.json           `HeadConfig`: the kind, its sizes, the vocabulary that it is for, how it was trained
     drafter.safetensors    its tensors, of one dtype but for `draft_tokens`
@@ -135,14 +135,12 @@ def read_weights(directory: Path, config: HeadConfig) -> dict[str, Tensor]:
     for name in sorted(expected.keys() | found.keys()):
         if expected.get(name) != found.get(name):
             raise BundleError(
-                f"{path}: {name} is {_form(found.get(name))}, {CONFIG_FILE} asks for {_form(expected.get(name))}; train "
-                "the drafter again"
+                f"{path}: {name} is {_form(found.get(name))}, {CONFIG_FILE} asks for {_form(expected.get(name))}; "
+                "train the drafter again"
             )
     tokens = weights["draft_tokens"]
-    if (
-        len(tokens) != len(tokens.unique())
-        or not 0 <= int(tokens.min()) <= int(tokens.max()) < config.vocab_size
-    ):
+    num_different = len(set(tokens.tolist()))
+    if len(tokens) != num_different or not 0 <= int(tokens.min()) <= int(tokens.max()) < config.vocab_size:
         raise BundleError(
             f"{path}: draft_tokens are not different ids below vocab_size {config.vocab_size}; train the drafter again"
         )

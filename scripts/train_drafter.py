@@ -18,7 +18,7 @@ from .option_types import FiniteFloat
     required=True,
     multiple=True,
     type=click.Path(path_type=Path),
-    help="What to train on: a UTF-8 text, or .jsonl with a document in `text` of each line; repeat for several.",
+    help="What to train on: a UTF-8 text, or .jsonl with a document in `text` of each line; several may be given.",
 )
 @click.option(
     "-o", "--output", required=True, type=click.Path(path_type=Path), help="Directory for the drafter."

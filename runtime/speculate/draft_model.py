@@ -27,9 +27,6 @@ from .draft import Draft, DraftAsk
 if TYPE_CHECKING:
     import torch
 
-# Told apart from the target's own numbers of the same position (`sampler.uniform_at`).
-_DRAFT = 3
-
 
 @dataclass(slots=True)
 class _Progress:

@@ -7,7 +7,6 @@ falls below a probability: then the target would most likely refuse it, and all 
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from pathlib import Path
@@ -22,6 +21,7 @@ from ...compile.bundle import Manifest
 from ...errors import BundleError, ConfigError
 from ...plugins_trt.draft_heads import HeadConfig, eagle_step, medusa_states, read_config, read_weights
 from ..executor import ExecutorLimits
+from ..sampler import DRAFT, GREEDY_BELOW, uniform_at
 from ..sequence import Sequence
 from .draft import NO_DRAFT, Draft, DraftAsk
 
@@ -95,7 +95,7 @@ def pack(weight: Tensor) -> Callable[[Tensor], Tensor]:
 
 def has_fast_bfloat16() -> bool:
     """Whether this CPU multiplies in bfloat16."""
-    return bool(torch.backends.mkldnn.is_available() and torch.cpu._is_avx512_bf16_supported())
+    return bool(torch._C._has_mkldnn and torch.cpu._is_avx512_bf16_supported())
 
 
 class HeadDrafter:
@@ -104,9 +104,9 @@ class HeadDrafter:
     A draft ends before the first token whose place has no token as likely as `min_probability` (from 0, never, to 1).
     That is known from the tokens before it, so a draft that was drawn may be cut there too.
 
-    Drafts are chosen: the likeliest token of each place, no `probs`. With `is_sampling` those of requests with a
-    temperature are drawn at that temperature, by numbers that are a function of the request's id, the choice's index
-    and the place.
+    Drafts are chosen: the likeliest token of each place, no `probs`. Where an ask allows it, those of requests with a
+    temperature are drawn at that temperature, by numbers that are a function of the request's seed, the choice's index
+    and the position.
     """
 
     def __init__(
@@ -117,14 +117,16 @@ class HeadDrafter:
         vocab_size: int,
         max_batch_size: int,
         min_probability: float = DEFAULT_MIN_PROBABILITY,
-        is_sampling: bool = False,
     ) -> None:
         self._network = network
         self._draft_tokens = draft_tokens
         self._vocab_size = vocab_size
         self._min_probability = min_probability
-        self._is_sampling = is_sampling
         self._states = _StatePool(network, max_batch_size, draft_tokens.device)
+
+    @property
+    def is_lookup(self) -> bool:
+        return False
 
     def observe(self, hidden: np.ndarray | Tensor, sequences: Seq[Sequence], rows: Seq[int]) -> None:
         """As `Drafter.observe`; `sequences` have their newest tokens already."""
@@ -133,6 +135,9 @@ class HeadDrafter:
 
     def end(self, sequence: Sequence) -> None:
         self._states.drop(sequence)
+
+    def close(self) -> None:
+        """Holds nothing that needs it."""
 
     def propose(self, asks: Seq[DraftAsk]) -> list[Draft]:
         """Empty for a sequence whose newest token was not observed."""
@@ -149,9 +154,6 @@ class HeadDrafter:
         num_places = max(guess.num_tokens for guess in active)
         if self._network.max_places is not None:
             num_places = min(num_places, self._network.max_places)
-        if self._is_sampling:
-            for guess in active:
-                guess.draw_numbers(num_places)
         state = self._network.start(self._states.rows([guess.sequence for guess in active]), num_places)
         tokens = torch.tensor([guess.sequence.token_ids[-1] for guess in active], device=device)
         for place in range(num_places):
@@ -159,7 +161,7 @@ class HeadDrafter:
             logits = scores.float()  # [B, V']
             highest, index = logits.max(-1)
             confidence = (highest - logits.logsumexp(-1)).exp()
-            drawn = self._draw(active, logits, index, place) if self._is_sampling else {}
+            drawn = self._draw(active, logits, index)
             tokens = self._draft_tokens[index]
             facts = zip(confidence.tolist(), tokens.tolist(), strict=True)
             kept = []
@@ -176,14 +178,14 @@ class HeadDrafter:
                 state, tokens = state[rows], tokens[rows]
                 active = [active[row] for row in kept]
 
-    def _draw(self, active: Seq[_Guess], logits: Tensor, index: Tensor, place: int) -> dict[int, np.ndarray]:
+    def _draw(self, active: Seq[_Guess], logits: Tensor, index: Tensor) -> dict[int, np.ndarray]:
         """Replace the likeliest by a drawn one in `index` where a request samples; their distributions by row."""
-        rows = [row for row, guess in enumerate(active) if guess.numbers is not None]
+        rows = [row for row, guess in enumerate(active) if guess.is_drawn]
         if not rows:
             return {}
         temperatures = torch.tensor([[active[row].temperature] for row in rows], device=logits.device)
         probs = (logits[rows] / temperatures).softmax(-1)  # [sampling, V']
-        numbers = torch.tensor([[active[row].number(place)] for row in rows], device=logits.device)
+        numbers = torch.tensor([[active[row].next_number()] for row in rows], device=logits.device)
         sums = probs.cumsum(-1)
         # Scaled by the sum itself, so that rounding leaves no number beyond the last token with a probability.
         picks = torch.searchsorted(sums, numbers * sums[:, -1:], right=True)[:, 0]
@@ -201,21 +203,15 @@ class _Guess:
         self.num_tokens = ask.num_tokens
         self.temperature = ask.sequence.request.params.temperature
         self.tokens: list[int] = []
-        self.numbers: np.ndarray | None = None
+        self.is_drawn = ask.may_draw and self.temperature >= GREEDY_BELOW
         self._probs: list[np.ndarray] = []
 
-    def draw_numbers(self, num_places: int) -> None:
-        """From [0, 1), one for each place; none for a request that takes the likeliest tokens."""
-        if self.temperature == 0:
-            return
-        sequence = self.sequence
-        name = f"{sequence.request.request_id}\0{sequence.index}\0{sequence.num_tokens}"
-        seed = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=16).digest(), "little")
-        self.numbers = np.random.Generator(np.random.Philox(key=seed)).random(num_places, np.float32)
-
-    def number(self, place: int) -> float:
-        assert self.numbers is not None
-        return float(self.numbers[place])
+    def next_number(self) -> float:
+        """From [0, 1), for the next token."""
+        sequence, seed = self.sequence, self.sequence.request.params.seed
+        if seed is None:
+            raise ValueError(f"request {sequence.request.request_id} draws without a seed")
+        return uniform_at(seed, sequence.index, sequence.num_output_tokens + len(self.tokens), DRAFT)
 
     def add(self, token: int, probs: np.ndarray | None) -> None:
         self.tokens.append(token)
@@ -276,7 +272,6 @@ def load_heads(
     limits: ExecutorLimits,
     *,
     min_probability: float = DEFAULT_MIN_PROBABILITY,
-    is_sampling: bool = False,
     device: str = "cpu",
 ) -> HeadDrafter:
     """The drafter of the bundle in `directory`.
@@ -303,7 +298,6 @@ def load_heads(
         vocab_size=limits.vocab_size,
         max_batch_size=limits.max_batch_size,
         min_probability=min_probability,
-        is_sampling=is_sampling,
     )
 
 

@@ -19,9 +19,8 @@ from pelton.runtime.speculate.heads import HeadDrafter, has_fast_bfloat16, make_
 from support.drafters import head_config, random_drafter, random_weights
 
 
-def sequence(token: int, *, name: str = "r", index: int = 0, temperature: float = 0.0) -> Sequence:
-    params = SamplingParams(temperature=temperature)
-    return Sequence(Request(name, (7, token), params), index)
+def sequence(token: int, *, index: int = 0, temperature: float = 0.0, seed: int = 0) -> Sequence:
+    return Sequence(Request("r", (7, token), SamplingParams(temperature=temperature, seed=seed)), index)
 
 
 def drafter(config: HeadConfig, weights: dict[str, Tensor], **options: object) -> HeadDrafter:
@@ -129,15 +128,15 @@ def test_drawn_tokens_follow_the_distribution_that_comes_with_them() -> None:
     weights = random_weights(config, seed=2)
     weights["head"] *= 0.2
     hidden = torch.randn(1, config.hidden_size, generator=torch.Generator().manual_seed(1))
-    heads = drafter(config, weights, is_sampling=True, max_batch_size=2)
+    heads = drafter(config, weights, max_batch_size=2)
     counts: Counter[int] = Counter()
     expected = plain_draft(config, weights, hidden[0], 4)[0] ** (1 / 0.7)
     expected /= expected.sum()
     size = 3000
     for number in range(size):
-        s, greedy = sequence(4, name=f"r{number}", temperature=0.7), sequence(4)
+        s, greedy = sequence(4, seed=number, temperature=0.7), sequence(4)
         heads.observe(hidden, [s, greedy], [0, 0])
-        draft, chosen = heads.propose([DraftAsk(s, 2), DraftAsk(greedy, 2)])
+        draft, chosen = heads.propose([DraftAsk(s, 2, may_draw=True), DraftAsk(greedy, 2, may_draw=True)])
         assert chosen.probs is None
         assert draft.probs is not None
         assert draft.probs.shape == (2, config.vocab_size)
@@ -159,12 +158,13 @@ def test_what_is_drawn_is_a_function_of_the_request() -> None:
     hidden = torch.ones(2, config.hidden_size)
 
     def drawn(*others: Sequence) -> tuple[int, ...]:
-        heads = drafter(config, weights, is_sampling=True)
+        heads = drafter(config, weights)
         s = sequence(4, temperature=1.0)
         heads.observe(hidden, [s, *others], range(1 + len(others)))
-        return heads.propose([*(DraftAsk(o, 3) for o in others), DraftAsk(s, 3)])[-1].token_ids
+        asks = [DraftAsk(o, 3, may_draw=True) for o in (*others, s)]
+        return heads.propose(asks)[-1].token_ids
 
-    assert drawn() == drawn() == drawn(sequence(9, name="q", temperature=0.5))
+    assert drawn() == drawn() == drawn(sequence(9, seed=1, temperature=0.5))
 
 
 @pytest.mark.skipif(not has_fast_bfloat16(), reason="this CPU has no products of bfloat16")

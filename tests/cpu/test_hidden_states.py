@@ -63,7 +63,9 @@ def test_a_form_with_wrong_states_or_none_is_refused() -> None:
         return step
 
     compare(trace, wrong(1.0), "graph")  # type: ignore[arg-type]
-    with pytest.raises(BuildError, match="graph does not reproduce.* of the hidden states, at most 1.00e-04"):
+    with pytest.raises(
+        BuildError, match=r"graph does not reproduce.* of the hidden states, at most 1.00e-04"
+    ):
         compare(trace, wrong(1.001), "graph")  # type: ignore[arg-type]
     without = exported_step(export(model, block_size=16), geometry, trace, torch.float32)
     with pytest.raises(BuildError, match="relative error nan of the hidden states"):
@@ -154,7 +156,7 @@ def test_a_drafter_for_another_model_is_refused_with_the_field(checkpoint: Path,
         BuildError, match="vocabulary: it was trained with a tokenizer whose ids stand for other"
     ):
         plan(swapped, fitting)
-    with pytest.raises(BuildError, match="drafter: .*nothing is no directory"):
+    with pytest.raises(BuildError, match=r"drafter: .*nothing is no directory"):
         plan(checkpoint, tmp_path / "nothing")
     (fitting / "drafter.json").write_text('{"kind": "oracle"}')
     with pytest.raises(BuildError, match=r"drafter: .*drafter\.json: \w+: "):

@@ -57,7 +57,7 @@ def random_drafter(checkpoint: Path, directory: Path, *, kind: str = "eagle", se
 
 def training_text(path: Path, *, num_documents: int = 40) -> Path:
     """JSON lines of documents of some hundred tokens of a tiny checkpoint's tokenizer."""
-    words = [
+    words = (
         "the",
         "engine",
         "reads",
@@ -71,11 +71,8 @@ def training_text(path: Path, *, num_documents: int = 40) -> Path:
         "of",
         "answers",
         "in",
-        "the",
-        "table",
-        "of",
         "France",
-    ]
+    )
     generator = torch.Generator().manual_seed(0)
     lines = []
     for _ in range(num_documents):

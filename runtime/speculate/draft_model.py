@@ -233,7 +233,7 @@ class DraftModelDrafter:
             return
         weights = processed_weights(row, params)
         uniform = uniform_at(
-            params.seed, sequence.index, sequence.num_output_tokens + turn.num_drafted, _DRAFT
+            params.seed, sequence.index, sequence.num_output_tokens + turn.num_drafted, DRAFT
         )
         turn.tokens.append(draw(weights, uniform))
         probs = np.zeros(self._vocab_size, np.float32)

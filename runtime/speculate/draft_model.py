@@ -18,7 +18,7 @@ import numpy as np
 from ...errors import ConfigError
 from ..executor import Executor, ExecutorLimits
 from ..inputs import StepInputs
-from ..sampler import GREEDY_BELOW, uniform_at
+from ..sampler import DRAFT, GREEDY_BELOW, uniform_at
 from ..sequence import Sequence
 from ..tokenizer import Tokenizer
 from ..truncation import draw, processed_weights

@@ -11,7 +11,7 @@ from torch.export import Dim, ExportedProgram
 
 from pelton.compile.export import export, kv_geometry
 from pelton.compile.merge_quantized import merge_quantized_siblings
-from pelton.compile.proof import FlatStep, compare, exported_step, record
+from pelton.compile.proof import FlatStep, StepResult, compare, exported_step, record
 from pelton.compile.quantize import Fp8Linear, Int4Linear, Quantization, quantize_linears
 from pelton.compile.segments import layer_prefix
 from pelton.plugins_trt.fp8_linear import Fp8Weight, fp8_linear, quantize_fp8
@@ -111,9 +111,10 @@ def test_a_model_is_the_same_with_fewer_launches(
     def logits() -> Tensor:
         run, rows = exported_step(program, geometry, trace, dtype), []
 
-        def step(flat: FlatStep) -> Tensor:
-            rows.append(run(flat))
-            return rows[-1]
+        def step(flat: FlatStep) -> StepResult:
+            result = run(flat)
+            rows.append(result.logits)
+            return result
 
         compare(trace, step, "graph")
         return torch.cat(rows)

@@ -17,6 +17,7 @@ import pytest
 
 from pelton.compile.bundle import (
     FORMAT_VERSION,
+    DrafterFacts,
     HostFacts,
     HostNeeds,
     Limits,
@@ -201,6 +202,12 @@ def _fields(facts: dict[str, Any], prefix: tuple[str, ...] = ()) -> list[tuple[s
 FIELDS = _fields(dataclasses.asdict(manifest_of(Path(os.devnull))))
 
 
+def test_a_manifest_with_a_drafter_reads_back_equal(tmp_path: Path) -> None:
+    facts = DrafterFacts(kind="eagle", hidden_size=64, draft_vocab_size=100, num_draft_tokens=4)
+    manifest = dataclasses.replace(manifest_of(tmp_path), drafter=facts)
+    assert Manifest.from_json(manifest.to_json()) == manifest
+
+
 @pytest.mark.parametrize("field", FIELDS, ids=".".join)
 def test_every_field_is_required_and_typed(field: tuple[str, ...], tmp_path: Path) -> None:
     text = build(tmp_path / "b").to_json()
@@ -215,6 +222,9 @@ def test_every_field_is_required_and_typed(field: tuple[str, ...], tmp_path: Pat
             inner[f"{field[-1]}_"] = value
         if change == "mistype":
             inner[field[-1]] = [1.5] if not isinstance(value, int) else str(value)
+        if field == ("drafter",) and change == "remove":  # none is written as none, or left out
+            assert Manifest.from_json(json.dumps(facts)).drafter is None
+            continue
         with pytest.raises(BundleError) as error:
             Manifest.from_json(json.dumps(facts))
         assert field[-1] in str(error.value) or field == ("format_version",)

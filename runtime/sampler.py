@@ -56,8 +56,8 @@ POISONED = "the model's logits are NaN or infinite"
 NOTHING_LEFT = "min_tokens, logit_bias and penalties leave no finite logit"
 
 
-# What the uniform numbers of one output position are for: the draw, whether a drawn draft is accepted, the draw where it
-# is not, and the draft's own draw.
+# What the uniform numbers of one output position are for: the draw, whether a drawn draft is accepted, the draw where
+# it is not, and the draft's own draw.
 _DRAW, _ACCEPT, _LEFTOVER, DRAFT = range(4)
 
 

@@ -273,19 +273,21 @@ def test_a_drafter_that_fails_costs_no_request(caplog: pytest.LogCaptureFixture)
 
 
 class BrokenMatcher:
-    """A form that outgrows its limits at the third token."""
+    """A form that outgrows its limits behind token 4; that cannot be taken back."""
 
-    def __init__(self) -> None:
-        self.num_accepted = 0
+    def __init__(self, token_ids: Sequence[int] = ()) -> None:
+        self.num_accepted = len(token_ids)
         self.is_finished = False
+        self.is_broken = 4 in token_ids
 
     def fill(self, mask: np.ndarray) -> None:
-        if self.num_accepted > 2:
+        if self.is_broken:
             raise EngineError("the form outgrew its limits")
         mask[:] = -1
 
     def accept(self, token_id: int) -> bool:
         self.num_accepted += 1
+        self.is_broken |= token_id == 4
         return True
 
     def rollback(self, num_tokens: int) -> None:
@@ -297,22 +299,60 @@ class BrokenMatcher:
 
 class BrokenGrammar:
     def start(self, token_ids: Sequence[int] = ()) -> BrokenMatcher:
-        return BrokenMatcher()
+        return BrokenMatcher(token_ids)
+
+
+FORM_THAT_FAILS = SamplingParams(
+    temperature=0, max_tokens=9, presence_penalty=0.1, structured_output=StructuredOutput("regex", "x")
+)
 
 
 def test_a_form_that_fails_ends_its_request_alone() -> None:
     executor = ScriptedExecutor(lambda context: (context[-1] + 1) % 90, LIMITS)
     engine = Engine(executor, TOKENIZER, EngineConfig(check_invariants=True))
-    form = StructuredOutput("regex", "x")
-    params = SamplingParams(temperature=0, max_tokens=9, structured_output=form)
     requests = [
-        Request("bad", (1,), params, grammar=BrokenGrammar()),
+        Request("bad", (1,), FORM_THAT_FAILS, grammar=BrokenGrammar()),
+        Request("twice", (1,), replace(FORM_THAT_FAILS, n=3), grammar=BrokenGrammar()),
         Request("good", (1,), SamplingParams(temperature=0, max_tokens=9)),
     ]
     got = outputs_of(engine, requests)
     assert (got["bad", 0]["ending"][0], got["bad", 0]["tokens"]) == ("error", [2, 3, 4])
     assert "outgrew" in got["bad", 0]["ending"][2]
+    assert [got["twice", choice]["ending"][0] for choice in range(3)] == ["error"] * 3
     assert got["good", 0]["tokens"] == list(range(2, 11))
+
+
+def test_a_draft_that_breaks_a_form_does_not_end_its_request() -> None:
+    executor = ScriptedExecutor(certain([11, 12, 13, 14, 15, 16], 1), LIMITS)
+    engine = drafting_engine(executor, TOKENIZER, FixedDrafter([4, 4]))
+    params = replace(FORM_THAT_FAILS, max_tokens=5, presence_penalty=0.0)
+    got = outputs_of(engine, [Request("r", (1,), params, grammar=BrokenGrammar())])["r", 0]
+    assert (got["tokens"], got["ending"][0]) == ([11, 12, 13, 14, 15], "length")
+
+
+def test_drafting_comes_back_when_a_text_begins_to_copy() -> None:
+    """Noise, then what the prompt says: look-ups that were long refused are tried again."""
+    rng = random.Random(5)
+    copied = [rng.randrange(200) for _ in range(60)]
+    fresh = [
+        rng.choice((3, 4)) for _ in range(60)
+    ]  # looks alike everywhere, so that drafts are made and are wrong
+    limits = replace(LIMITS, max_model_len=400, num_blocks=120)
+    prompt = (*copied, 1)
+    executor = ScriptedExecutor(certain([*fresh, *copied, *copied, *copied], len(prompt)), limits)
+    engine = drafting_engine(executor, TOKENIZER, NgramDrafter(2, 8), is_adaptive=True)
+    seconds = iter(0.01 * i for i in range(10**6))
+    engine._speculator.record_step = lambda num_tokens, _: engine._speculator._lengths.record_step(  # type: ignore[method-assign]
+        num_tokens, 1.0 + 0.05 * num_tokens + 0 * next(seconds)
+    )
+    params = SamplingParams(temperature=0, max_tokens=240, ignore_eos=True)
+    assert outputs_of(engine, [Request("r", prompt, params)])["r", 0]["tokens"] == [
+        *fresh,
+        *copied,
+        *copied,
+        *copied,
+    ]
+    assert engine.stats().num_steps < 190
 
 
 def test_the_drafter_hears_of_every_end_and_is_closed() -> None:

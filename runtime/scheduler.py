@@ -16,7 +16,8 @@ Bounds, per step:
 - Prompts are never starved: while prompts are in progress they get together at least
   `SchedulerConfig.prefill_reserve` = `max_step_tokens - max_batch_size + 1` tokens of each step (or all they
   have left, or `max_chunk_tokens` each), however many sequences decode.
-- Drafts cost nobody anything: they get tokens of the step and blocks that are left over when all else is planned.
+- Drafts cost nobody anything: they get tokens of the step, rows of logits and blocks that are left over when all
+  else is planned.
 - The oldest running sequence always progresses: it may take the blocks of all others, and admission has made
   sure that the whole pool suffices for it. Hence no deadlock and no livelock.
 """
@@ -27,6 +28,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from .blocks import BlockPool
+from .inputs import logits_offsets
 from .plan import PlanItem, StepPlan
 from .prefix_cache import CachedBlock, HashFunction, PrefixCache, TokenChain
 from .request import Request
@@ -166,15 +168,18 @@ class Scheduler:
         """How many drafted tokens each sequence of the last plan may add to it: at most `wanted`, 1 or more.
 
         Only those that sample in it, never beyond their token limit; the blocks for them are taken from what is left.
-        Earlier sequences come first.
+        Each adds a row of logits, of which the step keeps within `max_logits_rows`. Earlier sequences come first.
         """
         if plan is not self._in_flight:
             raise RuntimeError("reserve takes the last plan")
-        spare_tokens = self._config.max_step_tokens - plan.num_tokens
+        num_left = self._config.max_step_tokens - plan.num_tokens
+        if self._config.max_logits_rows is not None:
+            num_rows = sum(len(logits_offsets(item)) for item in plan.items)
+            num_left = min(num_left, self._config.max_logits_rows - num_rows)
         granted: dict[Sequence, int] = {}
         for item in plan.items:
             sequence = item.sequence
-            num_tokens = min(wanted.get(sequence, 0), spare_tokens)
+            num_tokens = min(wanted.get(sequence, 0), num_left)
             if num_tokens < 1 or not item.is_sampling:
                 continue
             # The token after the last drafted one is sampled as well.
@@ -182,7 +187,7 @@ class Scheduler:
             num_tokens = self._extend_blocks(item, num_tokens, num_spare=len(plan.items))
             if num_tokens > 0:
                 granted[sequence] = num_tokens
-                spare_tokens -= num_tokens
+                num_left -= num_tokens
         return granted
 
     def attach(self, plan: StepPlan, drafts: Mapping[Sequence, Draft]) -> StepPlan:

@@ -213,7 +213,7 @@ def test_a_decode_step_may_want_fewer_rows_than_it_has(fakes: Fakes) -> None:
 def test_rows_beyond_the_logits_buffer_take_another_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pelton.runtime.trt_memory.LOGITS_BYTES", 1)
+    monkeypatch.setattr("pelton.plugins_trt.sampling_memory.LOGITS_BYTES", 1)
     fakes = open_fake(tmp_path)
     assert fakes.executor.memory.num_logits_rows == 4, "never fewer than sequences"
     logits = fakes.logits(step(prompt(10), rows=list(range(10))))

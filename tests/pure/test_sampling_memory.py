@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pelton.runtime.sampler_sizes import COUNT_BYTES, SCRATCH_BYTES, SORTED_LOGIT, sampler_sizes
+from pelton.plugins_trt.sampling_memory import COUNT_BYTES, SCRATCH_BYTES, SORTED_LOGIT, sampler_sizes
 
 
 @pytest.mark.parametrize("vocab_size", [1, 300, 32_000, 152_064, 10_000_000])

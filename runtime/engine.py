@@ -91,6 +91,7 @@ class Engine:
                 num_blocks=limits.num_blocks,
                 enable_prefix_caching=config.enable_prefix_caching,
                 max_chunk_tokens=config.max_chunk_tokens,
+                max_logits_rows=limits.max_logits_rows,
             )
         )
         self._sampler = executor.make_sampler(tokenizer.eos_token_ids)

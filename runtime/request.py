@@ -9,12 +9,12 @@ from types import MappingProxyType
 import numpy as np
 
 from ..errors import RequestError
+from ..plugins_trt.sampling_memory import MAX_NUM_LOGPROBS
 from .structured import Grammar, StructuredOutput
 
 MAX_NUM_CHOICES = 128
 MAX_NUM_STOPS = 64
 MAX_STOP_CHARS = 1024
-MAX_NUM_LOGPROBS = 64
 
 LogitsProcessor = Callable[[tuple[int, ...], tuple[int, ...], np.ndarray], np.ndarray]
 """From the prompt's tokens, the output's so far and the next token's logits `[vocab_size]` float32, which it may

@@ -16,9 +16,9 @@ Bounds, per step:
 - Prompts are never starved: while prompts are in progress they get together at least
   `SchedulerConfig.prefill_reserve` = `max_step_tokens - max_batch_size + 1` tokens of each step (or all they
   have left, or `max_chunk_tokens` each), however many sequences decode.
-- Drafts come last: they get tokens of the step, and blocks that nobody owns, when all else is planned. Blocks of what
-  was not accepted are given back before the next plan, so the others are planned as if nothing had been drafted (but
-  for cached blocks that were used least recently: drafts may take their place).
+- Drafts come last: they get tokens of the step, rows of logits, and blocks that nobody owns, when all else is planned.
+  Blocks of what was not accepted are given back before the next plan, so the others are planned as if nothing had been
+  drafted (but for cached blocks that were used least recently: drafts may take their place).
 - The oldest running sequence always progresses: it may take the blocks of all others, and admission has made
   sure that the whole pool suffices for it. Hence no deadlock and no livelock.
 """
@@ -29,6 +29,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from .blocks import BlockPool
+from .inputs import logits_offsets
 from .plan import PlanItem, StepPlan
 from .prefix_cache import CachedBlock, HashFunction, PrefixCache, TokenChain
 from .request import Request
@@ -170,15 +171,18 @@ class Scheduler:
         """How many drafted tokens each sequence of the last plan may add to it: at most `wanted`, 1 or more.
 
         Only those that sample in it, never beyond their token limit; the blocks for them are taken from what is left.
-        Earlier sequences come first.
+        Each adds a row of logits, of which the step keeps within `max_logits_rows`. Earlier sequences come first.
         """
         if plan is not self._in_flight:
             raise RuntimeError("reserve takes the last plan")
-        spare_tokens = self._config.max_step_tokens - plan.num_tokens
+        num_left = self._config.max_step_tokens - plan.num_tokens
+        if self._config.max_logits_rows is not None:
+            num_rows = sum(len(logits_offsets(item)) for item in plan.items)
+            num_left = min(num_left, self._config.max_logits_rows - num_rows)
         granted: dict[Sequence, int] = {}
         for item in plan.items:
             sequence = item.sequence
-            num_tokens = min(wanted.get(sequence, 0), spare_tokens)
+            num_tokens = min(wanted.get(sequence, 0), num_left)
             if num_tokens < 1 or not item.is_sampling:
                 continue
             # The token after the last drafted one is sampled as well.
@@ -189,7 +193,7 @@ class Scheduler:
                 self._drafting.append(self._record(sequence))
             if num_tokens > 0:
                 granted[sequence] = num_tokens
-                spare_tokens -= num_tokens
+                num_left -= num_tokens
         return granted
 
     def attach(self, plan: StepPlan, drafts: Mapping[Sequence, Draft]) -> StepPlan:

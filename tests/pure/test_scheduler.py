@@ -406,7 +406,8 @@ def test_wrong_drafts_change_nothing_for_the_others() -> None:
 
     def run(is_drafting: bool) -> list[list[tuple[int, int]]]:
         rng = random.Random(7)
-        driver = StepDriver(make_config(num_blocks=24, max_model_len=64, enable_prefix_caching=False))
+        config = make_config(num_blocks=90, block_size=1, max_step_tokens=64, enable_prefix_caching=False)
+        driver = StepDriver(config)
         for _ in range(14):
             driver.add(
                 make_sequence([rng.randrange(90) for _ in range(rng.randint(2, 20))], rng.randint(4, 30))

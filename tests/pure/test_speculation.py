@@ -331,28 +331,20 @@ def test_a_draft_that_breaks_a_form_does_not_end_its_request() -> None:
 
 
 def test_drafting_comes_back_when_a_text_begins_to_copy() -> None:
-    """Noise, then what the prompt says: look-ups that were long refused are tried again."""
-    rng = random.Random(5)
-    copied = [rng.randrange(200) for _ in range(60)]
-    fresh = [
-        rng.choice((3, 4)) for _ in range(60)
-    ]  # looks alike everywhere, so that drafts are made and are wrong
-    limits = replace(LIMITS, max_model_len=400, num_blocks=120)
-    prompt = (*copied, 1)
-    executor = ScriptedExecutor(certain([*fresh, *copied, *copied, *copied], len(prompt)), limits)
-    engine = drafting_engine(executor, TOKENIZER, NgramDrafter(2, 8), is_adaptive=True)
-    seconds = iter(0.01 * i for i in range(10**6))
-    engine._speculator.record_step = lambda num_tokens, _: engine._speculator._lengths.record_step(  # type: ignore[method-assign]
-        num_tokens, 1.0 + 0.05 * num_tokens + 0 * next(seconds)
+    """Noise, whose drafts are refused for long, then one passage again and again."""
+    rng = random.Random(1)
+    noise_tokens = [rng.randrange(8) for _ in range(300)]  # pairs of tokens come again, and go on otherwise
+    passage = [rng.randrange(20, 200) for _ in range(60)]
+    output = noise_tokens + passage * 10
+    limits = replace(LIMITS, max_model_len=1000, block_size=16, num_blocks=80)
+    engine = drafting_engine(
+        ScriptedExecutor(certain(output, 1), limits), TOKENIZER, NgramDrafter(2, 16), is_adaptive=True
     )
-    params = SamplingParams(temperature=0, max_tokens=240, ignore_eos=True)
-    assert outputs_of(engine, [Request("r", prompt, params)])["r", 0]["tokens"] == [
-        *fresh,
-        *copied,
-        *copied,
-        *copied,
-    ]
-    assert engine.stats().num_steps < 190
+    record_step = engine._speculator._lengths.record_step
+    engine._speculator.record_step = lambda num_tokens, _: record_step(num_tokens, 1.0 + 0.2 * num_tokens)  # type: ignore[method-assign]
+    params = SamplingParams(temperature=0, max_tokens=890, ignore_eos=True)
+    assert outputs_of(engine, [Request("r", (1,), params)])["r", 0]["tokens"] == output[:890]
+    assert engine.stats().num_steps < 650
 
 
 def test_the_drafter_hears_of_every_end_and_is_closed() -> None:

@@ -83,9 +83,8 @@ class Speculator:
             self._score_shadows(asks)
             proposals = self._propose([ask for ask in asks if self._lengths.is_due(ask.sequence)], terms)
             wanted = {sequence: len(proposal) for sequence, proposal in proposals.items()}
-        if (
-            self._drafter is not None and items
-        ):  # in every such step: that is the clock of what is tried again
+        if self._drafter is not None and items:
+            # Also where nothing is wanted: these steps are the clock of what is tried again.
             pairs = [(item.sequence, wanted.get(item.sequence, 0)) for item in items]
             allotted = self._lengths.allocate(pairs, plan.num_tokens + num_forced)
             sizes |= {s: size for (s, _), size in zip(pairs, allotted, strict=True) if s not in sizes}

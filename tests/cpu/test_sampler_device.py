@@ -106,7 +106,7 @@ def rounded_tokens(host: HostSampler, logits: np.ndarray, member: Sequence) -> s
     params = member.request.params
     if params.temperature < 1e-5 or params.seed is None:
         return set()
-    processed = host._process(logits, member)
+    processed = host._process(logits, member, (), None, host._counts_of(member))
     uniform = uniform_at(params.seed, member.index, member.num_output_tokens)
     tokens = set()
     for up in (-ROUNDING, 0.0, ROUNDING):

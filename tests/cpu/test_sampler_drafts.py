@@ -78,7 +78,9 @@ def test_accepted_tokens_are_the_host_s(is_tight: bool) -> None:
     num_accepted = num_sequences = num_different = 0
     for round_number in range(25):
         noise = np.random.default_rng(round_number)
-        logits = (noise.standard_normal((40, VOCAB_SIZE)) * 3).astype(np.float32)
+        # Rows resemble those before them, so that the penalty of a drafted token shows in the rows behind it.
+        logits = np.repeat(noise.standard_normal((8, VOCAB_SIZE)) * 3, 5, axis=0)
+        logits = (logits + 0.1 * noise.standard_normal((40, VOCAB_SIZE))).astype(np.float32)
         logits[noise.integers(40), noise.integers(VOCAB_SIZE)] = np.nan
         verifications = some_verifications(rng, logits)
         host, device = HostSampler(VOCAB_SIZE, [EOS]), DeviceSampler(VOCAB_SIZE, [EOS], sizes=sizes)

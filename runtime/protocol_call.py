@@ -224,7 +224,7 @@ def _read_chat(body: ChatBody, context: ApiContext, call_id: str) -> Call:
     token_ids = _encode_chat(body, messages, use, context)
     continued = messages[-1] if body.continue_final_message else None
     is_open = context.ends_in_reasoning(token_ids, continued)
-    form = held_form(use, context.tool_format, params.structured_output)
+    form = held_form(use, context.tool_format, params)
     if is_open and form is not None:
         token_ids += context.end_of_reasoning
     reading = answer_format(

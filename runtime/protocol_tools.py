@@ -7,6 +7,8 @@
   calls, `required` to one or more of any tools; a prompt that ends inside reasoning gets the tag that ends it.
 - `parallel_tool_calls` false: one call where calls are enforced; with `auto` those after the first are dropped.
 - `strict` functions need an enforced call.
+- A `stop` beside enforced calls is refused: it could cut the arguments. With `auto` a call that it cuts does not give
+  the finish reason `tool_calls`.
 - An answer of another form (`response_format`, ...) excludes calls: it needs `tool_choice` none.
 """
 
@@ -26,6 +28,7 @@ from .tool_calls import AnswerParser, ReasoningFormat, Tool, ToolFormat
 
 if TYPE_CHECKING:
     from .chat_template import ChatTemplate
+    from .request import SamplingParams
     from .tokenizer import Tokenizer
 
 MAX_NUM_TOOLS = 128
@@ -154,9 +157,10 @@ def answer_format(
 
 
 def held_form(
-    use: ToolUse, tool_format: ToolFormat | None, asked: StructuredOutput | None
+    use: ToolUse, tool_format: ToolFormat | None, params: SamplingParams
 ) -> StructuredOutput | None:
-    """The form that an answer must have: `asked`, or that of calls, or None if it is free."""
+    """The form that an answer must have: the one that is asked for, or that of calls, or None if it is free."""
+    asked = params.structured_output
     if use.choice == "none" or tool_format is None:
         return asked
     if asked is not None:
@@ -169,6 +173,12 @@ def held_form(
         )
     if not use.is_enforced:
         return None
+    if params.stop:
+        raise RequestError(
+            "stop: it could end an enforced call within its arguments; leave it out, or set tool_choice to auto",
+            field="stop",
+            code="unsupported_value",
+        )
     form = tool_format.enforce(use.tools, use.choice == "required" and use.is_parallel)
     return replace(form, field="tool_choice") if use.choice == "named" else form
 

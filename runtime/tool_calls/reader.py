@@ -17,7 +17,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Generator
 from typing import ClassVar, TypeVar
 
-from .events import ArgumentsText, CallStart, ContentText, Event
+from .events import ArgumentsText, CallEnd, CallStart, ContentText, Event
 
 _Value = TypeVar("_Value")
 Reading = Generator[None, None, _Value]
@@ -25,6 +25,9 @@ Reading = Generator[None, None, _Value]
 
 MAX_HELD_CHARS = 4096
 """What may be unread again: without a bound a text full of half calls would be read once for each of them."""
+
+_PIECE_CHARS = 4096
+"""Longer texts are read in pieces: settling copies what follows in the buffer."""
 
 _SPACE = re.compile(r"\s*")
 _PLAIN = re.compile(r'[^"\\]*')  # within a string
@@ -55,6 +58,7 @@ class CallReader(ABC):
         self._position = 0
         self._is_ended = False
         self._events: list[Event] = []
+        self._content: list[str] = []  # of the next event
         self._num_calls = 0
         self._is_streaming = False  # the buffer up to `_position` is arguments
         self._marker = ""  # what the buffer begins with, while the call behind it is not settled
@@ -65,13 +69,16 @@ class CallReader(ABC):
         self._walk = self._read()
 
     def feed(self, text: str) -> list[Event]:
-        self._buffer += text
-        return self._go_on()
+        for begin in range(0, len(text), _PIECE_CHARS):
+            self._buffer += text[begin : begin + _PIECE_CHARS]
+            next(self._walk, None)
+        return self._take_events()
 
     def finish(self) -> list[Event]:
         """The text has ended; what was held back comes out. Nothing may be fed after it."""
         self._is_ended = True
-        return self._go_on()
+        next(self._walk, None)
+        return self._take_events()
 
     @abstractmethod
     def _read_block(self) -> Reading[None]:
@@ -82,14 +89,23 @@ class CallReader(ABC):
         return
         yield
 
-    def _go_on(self) -> list[Event]:
-        next(self._walk, None)
+    def _take_events(self) -> list[Event]:
+        self._flush_content()
         events, self._events = self._events, []
         return events
 
+    def _emit(self, *events: Event) -> None:
+        self._flush_content()
+        self._events += events
+
+    def _flush_content(self) -> None:
+        if self._content:
+            self._events.append(ContentText("".join(self._content)))
+            self._content.clear()
+
     def _read(self) -> Reading[None]:
         yield from self._attempt(self._read_start())
-        while (yield from self._content()):
+        while (yield from self._pass_content()):
             yield from self._attempt(self._read_block())
 
     def _attempt(self, block: Reading[None]) -> Reading[None]:
@@ -104,7 +120,7 @@ class CallReader(ABC):
             self._settle()
             self._add_content(marker)
 
-    def _content(self) -> Reading[bool]:
+    def _pass_content(self) -> Reading[bool]:
         """Pass content on up to the next marker, which is then read; False at the end of the text."""
         while True:
             match = self._marker_pattern.search(self._buffer)
@@ -142,14 +158,9 @@ class CallReader(ABC):
         self._emit_content(text.lstrip() if self._num_calls and not self._has_content else text)
 
     def _emit_content(self, text: str) -> None:
-        if not text:
-            return
-        self._has_content = True
-        last = self._events[-1] if self._events else None
-        if isinstance(last, ContentText):
-            self._events[-1] = ContentText(last.text + text)
-        else:
-            self._events.append(ContentText(text))
+        if text:
+            self._has_content = True
+            self._content.append(text)
 
     def _settle(self) -> None:
         """What has been read stays read."""
@@ -157,7 +168,7 @@ class CallReader(ABC):
 
     def _settle_arguments(self) -> None:
         if self._position:
-            self._events.append(ArgumentsText(self._num_calls - 1, self._buffer[: self._position]))
+            self._emit(ArgumentsText(self._num_calls - 1, self._buffer[: self._position]))
         self._settle()
 
     def _more(self) -> Reading[bool]:
@@ -279,12 +290,15 @@ class CallReader(ABC):
         yield from self._expect(":")
         return False
 
-    def _start_call(self, name: str, arguments: str, call_id: str | None = None) -> None:
+    def _start_call(
+        self, name: str, arguments: str, call_id: str | None = None, *, is_whole: bool = True
+    ) -> None:
         """The call is one: what has been read of it is settled."""
         if not name.strip():
             raise Malformed
-        self._events.append(CallStart(self._num_calls, name, call_id))
-        self._events.append(ArgumentsText(self._num_calls, arguments))
+        self._emit(CallStart(self._num_calls, name, call_id), ArgumentsText(self._num_calls, arguments))
+        if is_whole:
+            self._emit(CallEnd(self._num_calls))
         self._num_calls += 1
         self._space = ""
         self._settle()
@@ -292,13 +306,14 @@ class CallReader(ABC):
     def _stream_arguments(self, name: str, call_id: str | None = None) -> Reading[None]:
         begin = self._position
         is_empty = yield from self._arguments_head()
-        self._start_call(name, self._buffer[begin : self._position], call_id)
+        self._start_call(name, self._buffer[begin : self._position], call_id, is_whole=is_empty)
         if is_empty:
             return
         self._is_streaming = True
         yield from self._skip_to_close("{")
         self._settle_arguments()
         self._is_streaming = False
+        self._emit(CallEnd(self._num_calls - 1))
 
     def _call_object(self, *, must_be_known: bool = False) -> Reading[None]:
         """`{"name": ..., "arguments": {...}}`, or with `parameters`; other members are not looked at.

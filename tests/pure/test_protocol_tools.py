@@ -389,6 +389,31 @@ def test_a_call_that_the_limit_cuts() -> None:
     assert joined(chunks) == choice["message"]
 
 
+@pytest.mark.parametrize(
+    ("stop", "parallel", "arguments", "reason"),
+    [
+        ("Pari", True, ['{"city": "'], "stop"),
+        ("</tool_call>", True, ['{"city": "Paris"}'], "tool_calls"),
+        ("Rome", True, ['{"city": "Paris"}', '{"city": "'], "stop"),
+        ("Rome", False, ['{"city": "Paris"}'], "tool_calls"),
+    ],
+)
+def test_only_whole_calls_are_a_reason_to_call(
+    stop: str, parallel: bool, arguments: list[str], reason: str
+) -> None:
+    text = f"{CALL}\n{CALL.replace('Paris', 'Rome')}"
+    choice, chunks = answer(text, tools=[WEATHER], stop=[stop], parallel_tool_calls=parallel)
+    assert choice["finish_reason"] == chunks[-1]["finish_reason"] == reason
+    assert [call["function"]["arguments"] for call in choice["message"]["tool_calls"]] == arguments
+    assert joined(chunks) == choice["message"]
+
+
+@pytest.mark.parametrize("choice", ["required", WEATHER_NAMED])
+def test_stop_strings_do_not_go_with_enforced_calls(choice: Any) -> None:
+    assert refusal(tools=[WEATHER], tool_choice=choice, stop=["Pari"]).field == "stop"
+    assert chat(tools=[WEATHER], tool_choice="none", stop=["Pari"]).requests[0].params.stop == ("Pari",)
+
+
 def test_reasoning_has_both_names() -> None:
     choice, chunks = answer(f"<think>\nso\n</think>\n\n{CALL}", tools=[WEATHER])
     message = choice["message"]

@@ -87,7 +87,7 @@ def test_arguments_are_streamed_and_the_name_comes_once(name: str) -> None:
     begin = text.index('"days"')
     early = ParsedAnswer()
     early.add(parser.feed(text[:begin]))
-    assert early.calls == [ParsedCall("get_weather", CITY[: CITY.index('"days"')])]
+    assert early.calls == [ParsedCall("get_weather", CITY[: CITY.index('"days"')], is_whole=False)]
 
 
 @pytest.mark.parametrize("name", sorted(TOOL_FORMATS.keys() - {"llama3_json"}))
@@ -106,7 +106,8 @@ def test_an_answer_without_calls_is_unchanged(name: str, text: str) -> None:
 def test_cut_off_arguments_stay_what_they_were(name: str) -> None:
     end = ANSWERS[name].index('"days": [1') + 10
     answer = parsed(ANSWERS[name][:end], name)
-    assert answer == ParsedAnswer(calls=[ParsedCall("get_weather", CITY[: CITY.index("[1") + 2])])
+    cut = ParsedCall("get_weather", CITY[: CITY.index("[1") + 2], is_whole=False)
+    assert answer == ParsedAnswer(calls=[cut])
 
 
 @pytest.mark.parametrize(
@@ -146,7 +147,7 @@ def test_what_follows_a_broken_call_is_content_again() -> None:
     )
     broken = '<tool_call>{"name": "f", "arguments": {"a": 1</tool_call>'
     assert parsed(broken + good, "hermes") == ParsedAnswer(
-        "</tool_call>", calls=[ParsedCall("f", '{"a": 1'), ParsedCall("f", '{"a": 1}')]
+        "</tool_call>", calls=[ParsedCall("f", '{"a": 1', is_whole=False), ParsedCall("f", '{"a": 1}')]
     )
     listed = '[TOOL_CALLS] [{"name": "f", "arguments": {}}, {"name": 1}]'
     assert parsed(listed, "mistral") == ParsedAnswer(', {"name": 1}]', calls=[ParsedCall("f", "{}")])

@@ -48,7 +48,10 @@ class ApiContext:
                 field=output.field,
                 code="unsupported_parameter",
             )
-        return self.grammars.compile(output)
+        try:
+            return self.grammars.compile(output)
+        except RequestError as error:
+            raise output.renamed(error) from None
 
     @cached_property
     def tool_format(self) -> ToolFormat | None:

@@ -111,7 +111,14 @@ def read_tool_use(
             raise RequestError("parallel_tool_calls needs tools", field="parallel_tool_calls")
         return ToolUse()
     shown = _read_tools(tools)
-    read = tuple(Tool(each["function"]["name"], each["function"].get("parameters")) for each in shown)
+    read = tuple(
+        Tool(
+            each["function"]["name"],
+            each["function"].get("parameters"),
+            f"tools[{index}].function.parameters",
+        )
+        for index, each in enumerate(shown)
+    )
     choice, name = _read_choice(tool_choice, [tool.name for tool in read])
     is_parallel = parallel_tool_calls is not False
     if template is not None and not template.has_variable("tools"):

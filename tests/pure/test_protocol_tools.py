@@ -15,6 +15,7 @@ from pelton.runtime.protocol import CHAT_COMPLETIONS, ApiContext, Call, Reply, d
 from pelton.runtime.protocol_tools import MAX_NUM_TOOLS
 from pelton.runtime.structured import Tag
 from pelton.runtime.tokenizer import Tokenizer
+from pelton.runtime.tool_calls import TOOL_FORMATS
 from pelton.runtime.tool_calls.tools import nested
 from support.tiny_model import (
     NUM_PADDED_LOGITS,
@@ -204,7 +205,10 @@ def test_so_01_a_schema_that_cannot_be_enforced_names_its_place() -> None:
         "function": {"name": "f", "parameters": {"properties": {"a": {"type": "nope"}}}},
     }
     assert chat(tools=[TIME, broken]).requests, "a free answer is not held to it"
-    assert refusal(tools=[TIME, broken], tool_choice="required").field == "tools[1]/properties/a/type"
+    assert (
+        refusal(tools=[TIME, broken], tool_choice="required").field
+        == "tools[1].function.parameters/properties/a/type"
+    )
     named = {"type": "function", "function": {"name": "f"}}
     assert refusal(tools=[TIME, broken], tool_choice=named).field == "tool_choice[0]/properties/a/type"
 
@@ -406,6 +410,18 @@ def test_only_whole_calls_are_a_reason_to_call(
     assert choice["finish_reason"] == chunks[-1]["finish_reason"] == reason
     assert [call["function"]["arguments"] for call in choice["message"]["tool_calls"]] == arguments
     assert joined(chunks) == choice["message"]
+
+
+@pytest.mark.parametrize("parser", TOOL_FORMATS)
+@pytest.mark.parametrize("choice", ["required", WEATHER_NAMED])
+def test_a_schema_that_cannot_be_kept_is_named_as_it_was_sent(parser: str, choice: Any) -> None:
+    broken = {"type": "object", "properties": {"a": {"not": {}}, "b": {"type": "string"}}}
+    tool = {"type": "function", "function": {"name": "get_weather", "parameters": broken}}
+    tools = [{"type": "function", "function": {"name": f"f{index}"}} for index in range(11)]
+    with pytest.raises(RequestError) as caught:
+        chat(parser=parser, tools=[tools[0], tool, *tools[1:]], tool_choice=choice)
+    assert caught.value.field == "tools[1].function.parameters/properties/a/not"
+    assert str(caught.value).startswith(f"{caught.value.field}: ")
 
 
 @pytest.mark.parametrize("choice", ["required", WEATHER_NAMED])

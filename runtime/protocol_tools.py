@@ -6,7 +6,7 @@
 - `auto` (the default) leaves the model free. `required` and a named function hold the whole answer to the format of
   calls, `required` to one or more of any tools; a prompt that ends inside reasoning gets the tag that ends it.
 - `parallel_tool_calls` false: one call where calls are enforced; with `auto` those after the first are dropped.
-- `strict` functions need an enforced call.
+- `strict` changes nothing: enforced calls keep to the schemas of all functions, and free ones to none.
 - A `stop` beside enforced calls is refused: it could cut the arguments. With `auto` a call that it cuts does not give
   the finish reason `tool_calls`.
 - An answer of another form (`response_format`, ...) excludes calls: it needs `tool_choice` none.
@@ -130,15 +130,6 @@ def read_tool_use(
                 code="unsupported_parameter",
             )
         return ToolUse()
-    for index, each in enumerate(shown):
-        if each["function"].get("strict") and choice == "auto":
-            field = f"tools[{index}].function.strict"
-            raise RequestError(
-                f"{field}: calls that the model is free to make are not held to the schema; set tool_choice to "
-                "required or to the function",
-                field=field,
-                code="unsupported_value",
-            )
     for each in shown:
         each["function"].pop("strict", None)  # nothing for the model
     return ToolUse(shown, tuple(tool for tool in read if name in (None, tool.name)), choice, is_parallel)

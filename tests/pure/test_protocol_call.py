@@ -102,6 +102,9 @@ def test_unknown_fields_are_named(parse: Any) -> None:
     ("parse", "field", "value"),
     [
         (completion, "suffix", "x"),
+        (completion, "tools", []),
+        (completion, "tool_choice", "auto"),
+        (completion, "parallel_tool_calls", True),
         (chat, "reasoning_effort", "high"),
         (chat, "functions", []),
     ],

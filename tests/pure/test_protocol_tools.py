@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from openai.types.chat import ChatCompletionMessage
 
 from pelton.errors import RequestError
 from pelton.runtime.executor import ExecutorLimits
@@ -115,6 +116,8 @@ def test_tools_reach_the_template() -> None:
     strict = {"type": "function", "function": {**WEATHER["function"], "strict": False, "description": None}}
     shown = {"type": "function", "function": {"name": "get_weather", "parameters": CITY}}
     assert json.dumps(shown) in prompt_of(chat(tools=[strict]))
+    strict["function"]["strict"] = True
+    assert json.dumps(shown) in prompt_of(chat(tools=[strict])), "a hint that changes nothing"
     assert prompt_of(chat(tools=[WEATHER], tool_choice="none")) == prompt_of(chat(tools=[WEATHER]))
 
 
@@ -146,7 +149,7 @@ def test_tools_reach_the_template() -> None:
             "tools[0].function.description",
         ),
         (
-            {"tools": [{"type": "function", "function": {"name": "f", "strict": True}}]},
+            {"tools": [{"type": "function", "function": {"name": "f", "strict": 1}}]},
             "tools[0].function.strict",
         ),
         ({"tools": [{"type": "function", "function": {"name": "f", "description": "x" * 60000}}]}, "tools"),
@@ -205,12 +208,10 @@ def test_so_01_a_schema_that_cannot_be_enforced_names_its_place() -> None:
         "function": {"name": "f", "parameters": {"properties": {"a": {"type": "nope"}}}},
     }
     assert chat(tools=[TIME, broken]).requests, "a free answer is not held to it"
-    assert (
-        refusal(tools=[TIME, broken], tool_choice="required").field
-        == "tools[1].function.parameters/properties/a/type"
-    )
+    place = "tools[1].function.parameters/properties/a/type"
+    assert refusal(tools=[TIME, broken], tool_choice="required").field == place
     named = {"type": "function", "function": {"name": "f"}}
-    assert refusal(tools=[TIME, broken], tool_choice=named).field == "tool_choice[0]/properties/a/type"
+    assert refusal(tools=[TIME, broken], tool_choice=named).field == place
 
 
 def test_without_a_compiler_nothing_is_left_unenforced() -> None:
@@ -294,6 +295,24 @@ def test_a_conversation_with_calls_and_results() -> None:
     prompt = prompt_of(chat(messages=messages))
     assert '<tool_call>\n{"name": "f", "arguments": {"a": "é"}}\n</tool_call><|im_end|>' in prompt
     assert "<|im_start|>tool\nsunny<|im_end|>" in prompt
+
+
+@pytest.mark.parametrize(
+    "echoed",
+    [
+        {"content": "yes", "refusal": None},
+        {"content": "yes", "refusal": "no"},
+        {"content": None, "refusal": "yes"},
+    ],
+)
+def test_the_message_of_an_answer_can_be_sent_back(echoed: dict[str, Any]) -> None:
+    message = ChatCompletionMessage(role="assistant", annotations=[], **echoed).model_dump()
+    assert message.keys() >= {"audio", "function_call", "tool_calls"}
+    plain = chat(messages=[USER, {"role": "assistant", "content": "yes"}, USER])
+    assert prompt_of(chat(messages=[USER, message, USER])) == prompt_of(plain)
+    spoken = {**message, "audio": {"id": "a", "data": "", "expires_at": 1, "transcript": ""}}
+    assert refusal(messages=[USER, spoken]).field == "messages[1].audio"
+    assert refusal(messages=[{**USER, "refusal": "no"}]).field == "messages[0].refusal"
 
 
 @pytest.mark.parametrize(

@@ -33,13 +33,16 @@ _FENCE = "```"
 
 
 class HermesReader(CallReader):
-    """The end tag may be missing at the end of the answer."""
+    """One call, or a list of calls. The end tag may be missing at the end of the answer."""
 
     markers = (_HERMES_BEGIN,)
 
     def _read_block(self) -> Reading[None]:
         yield from self._skip_space()
-        yield from self._call_object()
+        if (yield from self._peek()) == "[":
+            yield from self._call_list()
+        else:
+            yield from self._call_object()
         yield from self._skip_space()
         if (yield from self._more()):
             yield from self._expect(_HERMES_END)

@@ -46,8 +46,9 @@ class CallReader(ABC):
     Text that is no call is content, markers of a malformed call included. A call counts once its name and the
     first key of its arguments (or `{}`) have been read: from then on it streams. If it breaks later, it keeps the
     arguments up to there, as one does that the token limit cuts, and the rest is content. No character of the text
-    is lost but those of the format itself, other members of its objects, and white space beside calls. What is not
-    known to be a call after `MAX_HELD_CHARS` is none. `tool_names` are the tools that the model was given.
+    is lost but those of the format itself, other members of its objects (also where the text ends within them), and
+    white space beside calls. What is not known to be a call after `MAX_HELD_CHARS` is none. `tool_names` are the tools
+    that the model was given.
     """
 
     markers: ClassVar[tuple[str, ...]] = ()
@@ -61,6 +62,8 @@ class CallReader(ABC):
         self._content: list[str] = []  # of the next event
         self._num_calls = 0
         self._is_streaming = False  # the buffer up to `_position` is arguments
+        self._is_behind_arguments = False  # what follows belongs to the format
+        self._has_met_end = False  # a walk has asked for more than there is
         self._marker = ""  # what the buffer begins with, while the call behind it is not settled
         self._space = ""  # white space of the content that may turn out to lie beside a call
         self._has_content = False
@@ -116,6 +119,10 @@ class CallReader(ABC):
                 self._settle_arguments()
                 self._is_streaming = False
                 return
+            if self._is_behind_arguments and self._has_met_end:
+                self._position = len(self._buffer)
+                self._settle()
+                return
             marker, self._position = self._marker, len(self._marker)
             self._settle()
             self._add_content(marker)
@@ -129,6 +136,7 @@ class CallReader(ABC):
                 self._add_content(self._buffer[: match.start()])
                 self._settle()
                 self._marker, self._position = match[0], len(match[0])
+                self._is_behind_arguments = False
                 return True
             cut = len(self._buffer) - (0 if self._is_ended else self._num_pending())
             self._add_content(self._buffer[:cut])
@@ -177,6 +185,7 @@ class CallReader(ABC):
             raise Malformed
         while self._position == len(self._buffer):
             if self._is_ended:
+                self._has_met_end = True
                 return False
             if self._is_streaming:
                 self._settle_arguments()
@@ -299,6 +308,7 @@ class CallReader(ABC):
         self._emit(CallStart(self._num_calls, name, call_id), ArgumentsText(self._num_calls, arguments))
         if is_whole:
             self._emit(CallEnd(self._num_calls))
+            self._is_behind_arguments = True
         self._num_calls += 1
         self._space = ""
         self._settle()
@@ -313,16 +323,17 @@ class CallReader(ABC):
         yield from self._skip_to_close("{")
         self._settle_arguments()
         self._is_streaming = False
+        self._is_behind_arguments = True
         self._emit(CallEnd(self._num_calls - 1))
 
     def _call_object(self, *, must_be_known: bool = False) -> Reading[None]:
         """`{"name": ..., "arguments": {...}}`, or with `parameters`; other members are not looked at.
 
-        A call without arguments has `{}`. With `must_be_known` it is a call only if a tool has its name and it has
-        arguments: the object may be anything.
+        Arguments may be a string that holds the object. A call without arguments has `{}`. With `must_be_known` it is a
+        call only if a tool has its name and it has arguments: the object may be anything.
         """
         name = arguments = None
-        is_started = False
+        is_started = self._is_behind_arguments = False
         keys: set[str] = set()
         yield from self._expect("{")
         yield from self._skip_space()
@@ -342,6 +353,8 @@ class CallReader(ABC):
             elif key == "arguments":
                 if (yield from self._accept("null")):
                     arguments = "{}"
+                elif (yield from self._peek()) == '"':
+                    arguments = _object_text((yield from self._string()))
                 elif name is not None:
                     yield from self._stream_arguments(name)
                     is_started = True
@@ -377,3 +390,14 @@ class CallReader(ABC):
                 break
         yield from self._expect("]")
         self._settle()
+
+
+def _object_text(text: str) -> str:
+    """`text`, if it is the JSON of an object. Raises `Malformed`."""
+    try:
+        is_object = isinstance(json.loads(text), dict)
+    except (ValueError, RecursionError):
+        is_object = False
+    if not is_object:
+        raise Malformed
+    return text

@@ -65,8 +65,7 @@ class MessageBuilder:
 
     def _counts(self, event: Event) -> bool:
         limit = self._format.max_calls
-        is_of_call = isinstance(event, CallStart | ArgumentsText | CallEnd)
-        return limit is None or not is_of_call or event.index < limit
+        return limit is None or isinstance(event, ContentText | ReasoningText) or event.index < limit
 
     def _delta(self, event: ContentText | ReasoningText | CallStart | ArgumentsText) -> dict[str, Any]:
         match event:

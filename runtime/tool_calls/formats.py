@@ -36,6 +36,7 @@ class HermesReader(CallReader):
     """One call, or a list of calls. The end tag may be missing at the end of the answer."""
 
     markers = (_HERMES_BEGIN,)
+    closers = (_HERMES_END,)
 
     def _read_block(self) -> Reading[None]:
         yield from self._skip_space()
@@ -109,6 +110,7 @@ class GraniteReader(CallReader):
     """A list of calls, or one call; an end tag is read where there is one."""
 
     markers = (_GRANITE_BEGIN, _HERMES_BEGIN)
+    closers = (_HERMES_END,)
 
     def _read_block(self) -> Reading[None]:
         yield from self._skip_space()
@@ -127,6 +129,7 @@ class DeepSeekReader(CallReader):
     """Both generations: with the call's type and fenced arguments, or with neither."""
 
     markers = (_CALLS_BEGIN, _CALL_BEGIN)
+    closers = (_CALL_END, _CALLS_END)
 
     def _read_block(self) -> Reading[None]:
         if self._marker == _CALLS_BEGIN:

@@ -52,6 +52,8 @@ class CallReader(ABC):
     """
 
     markers: ClassVar[tuple[str, ...]] = ()
+    closers: ClassVar[tuple[str, ...]] = ()
+    """Ends of calls. They are content, but for those behind a call that broke, up to the next marker."""
 
     def __init__(self, tool_names: Collection[str] = ()) -> None:
         self._tool_names = frozenset(tool_names)
@@ -67,8 +69,10 @@ class CallReader(ABC):
         self._marker = ""  # what the buffer begins with, while the call behind it is not settled
         self._space = ""  # white space of the content that may turn out to lie beside a call
         self._has_content = False
-        self._marker_pattern = re.compile("|".join(map(re.escape, self.markers)) or "(?!)")
-        self._max_marker = max(map(len, self.markers), default=1)
+        self._is_broken = False  # the latest call is, and no marker has followed it
+        self._literals = (*self.markers, *self.closers)
+        self._marker_pattern = re.compile("|".join(map(re.escape, self._literals)) or "(?!)")
+        self._max_marker = max(map(len, self._literals), default=1)
         self._walk = self._read()
 
     def feed(self, text: str) -> list[Event]:
@@ -118,6 +122,7 @@ class CallReader(ABC):
             if self._is_streaming:
                 self._settle_arguments()
                 self._is_streaming = False
+                self._is_broken = True
                 return
             if self._is_behind_arguments and self._has_met_end:
                 self._position = len(self._buffer)
@@ -131,10 +136,16 @@ class CallReader(ABC):
         """Pass content on up to the next marker, which is then read; False at the end of the text."""
         while True:
             match = self._marker_pattern.search(self._buffer)
+            if match is not None and match[0] in self.closers:
+                self._add_content(self._buffer[: match.start() if self._is_broken else match.end()])
+                self._position = match.end()
+                self._settle()
+                continue
             if match is not None:
                 self._position = match.start()
                 self._add_content(self._buffer[: match.start()])
                 self._settle()
+                self._is_broken = False
                 self._marker, self._position = match[0], len(match[0])
                 self._is_behind_arguments = False
                 return True
@@ -151,7 +162,7 @@ class CallReader(ABC):
     def _num_pending(self) -> int:
         """Characters at the end of the buffer that a marker may begin with."""
         for size in range(min(self._max_marker - 1, len(self._buffer)), 0, -1):
-            if any(marker.startswith(self._buffer[-size:]) for marker in self.markers):
+            if any(literal.startswith(self._buffer[-size:]) for literal in self._literals):
                 return size
         return 0
 

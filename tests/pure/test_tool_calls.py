@@ -149,7 +149,12 @@ def test_what_follows_a_broken_call_is_content_again() -> None:
     )
     broken = '<tool_call>{"name": "f", "arguments": {"a": 1</tool_call>'
     assert parsed(broken + good, "hermes") == ParsedAnswer(
-        "</tool_call>", calls=[ParsedCall("f", '{"a": 1', is_whole=False), ParsedCall("f", '{"a": 1}')]
+        calls=[ParsedCall("f", '{"a": 1', is_whole=False), ParsedCall("f", '{"a": 1}')]
+    )
+    assert parsed("so </tool_call>", "hermes") == ParsedAnswer("so </tool_call>")
+    fenced = f"{DS[0]}{DS[1]}f{DS[2]}" + '{"a": 1]' + f"{DS[3]}{DS[4]} so"
+    assert parsed(fenced, "deepseek_v31") == ParsedAnswer(
+        "] so", calls=[ParsedCall("f", '{"a": 1', is_whole=False)]
     )
     listed = '[TOOL_CALLS] [{"name": "f", "arguments": {}}, {"name": 1}]'
     assert parsed(listed, "mistral") == ParsedAnswer(', {"name": 1}]', calls=[ParsedCall("f", "{}")])

@@ -1,6 +1,6 @@
 """How much memory an engine will need, as an equation that is printed before anything is loaded.
 
-    total = weights + KV pages + activations
+    total = weights + KV pages + activations + sampling
 
     weights      every parameter once, and the embedding once more where the head is tied to it: the head's
                  copy is packed for its GEMM, the embedding's is read by row
@@ -13,6 +13,8 @@
                  * itemsize: K and V gathered and packed once more by the fused attention, a mask for each of at
                  most two kinds of windows, and the queries' gathered, attended and joined rows
         logits   max_step_tokens * vocab_size * 4, when a request wants the log-probabilities of its prompt
+    sampling     where a GPU chooses the tokens: `SamplerSizes.device_bytes`, parameters, results, scratch and the
+                 counts that penalties need; the cpu target's is a few rows at a time, and not counted
 
 `pages` is max_model_len / block_size. Without tiles (float32, a soft cap on attention scores, or sinks) every token is
 a row; with them rows are those of sequences with at most 8 tokens in the step, and prompts are tiles of 128 tokens.
@@ -27,22 +29,24 @@ from dataclasses import dataclass
 import torch
 
 from ..plugins_trt.paged_attention_cpu import MAX_ROWS_PER_SEQUENCE, TILE, block_bytes
+from ..plugins_trt.sampling_memory import num_logits_rows, sampler_sizes
 from .bundle import Limits, ModelFacts
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """Bytes, and the number of KV blocks that can be used. `activations` is an upper bound."""
+    """Bytes, and the number of KV blocks that can be used. `activations` and `sampling` are upper bounds."""
 
     weights: int
     kv_pages: int
     activations: int
     num_blocks: int
     block_bytes: int
+    sampling: int = 0
 
     @property
     def total(self) -> int:
-        return self.weights + self.kv_pages + self.activations
+        return self.weights + self.kv_pages + self.activations + self.sampling
 
 
 def plan_memory(
@@ -66,8 +70,8 @@ def plan_gpu_memory(
     facts: ModelFacts, limits: Limits, dtype: torch.dtype, weights: int, cache_dtype: torch.dtype
 ) -> MemoryPlan:
     """The GPU memory of one engine, as far as it can be known before the builder chooses kernels: `weights` bytes once
-    (the head reads the embedding where it is tied), the pages of `cache_dtype`, and of the activations those of one
-    layer.
+    (the head reads the embedding where it is tied), the pages of `cache_dtype`, of the activations those of one layer,
+    and what an executor sets aside for sampling.
     """
     layers = facts.num_layers
     block = block_bytes(
@@ -80,7 +84,15 @@ def plan_gpu_memory(
         activations=limits.max_step_tokens * (16 * facts.hidden_size * dtype.itemsize + facts.vocab_size * 4),
         num_blocks=num_blocks,
         block_bytes=block,
+        sampling=sampler_sizes(
+            facts.vocab_size, limits.max_batch_size, gpu_logits_rows(limits, facts.vocab_size)
+        ).device_bytes,
     )
+
+
+def gpu_logits_rows(limits: Limits, vocab_size: int) -> int:
+    """Of how many rows one run of a GPU target's engine returns the logits."""
+    return num_logits_rows(vocab_size, max_batch_size=limits.max_batch_size, max_rows=limits.max_step_tokens)
 
 
 # Python, torch and the compiler's libraries; the graph as objects.

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from ..compile.bundle import Limits, Manifest
 from ..errors import BundleError, ConfigError
-from .sampler_sizes import SamplerSizes, sampler_sizes
+from ..plugins_trt.sampling_memory import SamplerSizes, sampler_sizes
 from .trt_facts import EngineFacts
 from .trt_shapes import StepSize
 
@@ -103,7 +103,7 @@ def plan_memory(
         activation_bytes=needs.activation_bytes,
         input_bytes=largest.num_bytes,
         logits_bytes=rows * facts.vocab_size * _FLOAT32,
-        sampling=sampler_sizes(facts.vocab_size, largest.num_sequences),
+        sampling=sampler_sizes(facts.vocab_size, largest.num_sequences, rows),
     )
     if plan.device_bytes > free_bytes:
         left = free_bytes - plan.other_bytes

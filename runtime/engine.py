@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 
+import numpy as np
+
 from ..errors import EngineError, PeltonError, RequestError
 from .detokenizer import Detokenizer
 from .engine_config import EngineConfig, EngineStats, within
@@ -89,6 +91,7 @@ class Engine:
                 num_blocks=limits.num_blocks,
                 enable_prefix_caching=config.enable_prefix_caching,
                 max_chunk_tokens=config.max_chunk_tokens,
+                max_logits_rows=limits.max_logits_rows,
             )
         )
         self._sampler = executor.make_sampler(tokenizer.eos_token_ids)
@@ -98,6 +101,7 @@ class Engine:
         self._check_invariants = config.check_invariants
         self._active: dict[str, _Active] = {}
         self._num_deadlines = 0
+        self._num_forms = 0
         self._pending: list[Delta] = []
         self._totals: Counter[str] = Counter()
         self._finished: Counter[str] = Counter()
@@ -143,10 +147,11 @@ class Engine:
         if params.seed is None:
             request = replace(request, params=replace(params, seed=secrets.randbits(63)))
         sequence = Sequence(request)
-        self._scheduler.add(sequence)
         active = _Active(request, PromptScores(request), has_own_seed)
         active.choices[0] = self._choice(sequence)
+        self._scheduler.add(sequence)
         self._active[request.request_id] = active
+        self._num_forms += request.grammar is not None
         self._num_deadlines += request.deadline is not None
         self._totals["prompt_tokens"] += request.num_prompt_tokens
 
@@ -166,7 +171,8 @@ class Engine:
         if plan.items:
             self._totals["steps"] += 1
             try:
-                plan = self._speculator.draft(plan, self._scheduler, self._terms)
+                if self._speculator.has_drafter or self._num_forms:
+                    plan = self._speculator.draft(plan, self._scheduler, self._terms)
                 self._run(plan)
             except Exception as error:
                 self._fail(plan, error)
@@ -238,6 +244,8 @@ class Engine:
 
     def _fill_masks(self, plan: StepPlan) -> tuple[list[Sequence], Future[list[MaskRows]]] | None:
         """Start filling the masks of the sequences that have a form and sample in this step."""
+        if not self._num_forms:
+            return None
         items = [item for item in plan.items if item.is_sampling]
         asks = [(item, self._choice_of(item.sequence).matcher) for item in items]
         formed = [(item, matcher) for item, matcher in asks if matcher is not None]
@@ -263,6 +271,8 @@ class Engine:
                     row = own_rows.stop - 1 - len(item.draft)
                     verifications += self._verifications(item, row, rows_of.get(item.sequence))
             first_row = own_rows.stop
+        # A form that fails may have ended other choices of its request.
+        verifications = [one for one in verifications if not one.sequence.is_finished]
         if not verifications:
             return
         results = self._sampler.verify(output.logits, verifications)
@@ -281,14 +291,29 @@ class Engine:
             self._speculator.observe(output.hidden, seen, rows)
 
     def _verifications(self, item: PlanItem, row: int, masks: MaskRows | None) -> Iterator[Verification]:
-        if masks is not None and masks.error is not None:
-            self._end(item.sequence.request.request_id, "error", masks.error)
-            return
         draft, rows = item.draft, None if masks is None else masks.rows
+        if masks is not None and masks.error is not None:
+            try:
+                rows = self._refill(item.sequence)
+            except EngineError as error:
+                self._end(item.sequence.request.request_id, "error", error)
+                return
         if rows is not None and draft.probs is None:
             draft = draft.cut(len(rows) - 1)  # behind a token that the form refuses there are no masks
         for sequence in self._samplers_of(item.sequence):
             yield Verification(sequence, row, draft, rows)
+
+    def _refill(self, sequence: Sequence) -> np.ndarray:
+        """The mask `[1, W]` of a form whose matcher has failed, by a new one: what broke it may have been a draft.
+
+        Raises `EngineError` if the form itself has outgrown its limits.
+        """
+        choice, grammar = self._choice_of(sequence), sequence.request.grammar
+        assert grammar is not None
+        choice.matcher = grammar.start(sequence.output_token_ids)
+        rows = np.zeros((1, -(-self._limits.vocab_size // 32)), np.int32)
+        choice.matcher.fill(rows[0])
+        return rows
 
     def _accept_all(self, sequence: Sequence, events: list[TokenEvent | EngineError]) -> int:
         """Take what was verified until something of it ends the choice: how many drafted tokens were accepted."""
@@ -423,6 +448,7 @@ class Engine:
         active.finished.add(sequence.index)
         if len(active.finished) == active.request.params.n:
             del self._active[active.request.request_id]
+            self._num_forms -= active.request.grammar is not None
             self._num_deadlines -= active.request.deadline is not None
 
     def _finish_index(

@@ -21,6 +21,8 @@ class ExecutorLimits:
 
     `num_blocks` counts the usable blocks of `block_size` tokens. `max_step_tokens` is the number of tokens
     of all sequences in one step, `max_batch_size` the number of sequences, `max_model_len` prompt + output.
+    `max_logits_rows` is how many rows of logits a step returns in one run, `max_batch_size` or more (None: as many as
+    it has tokens); one that wants more is run again for the others.
     """
 
     max_model_len: int
@@ -29,6 +31,7 @@ class ExecutorLimits:
     block_size: int
     num_blocks: int
     vocab_size: int
+    max_logits_rows: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -74,7 +74,7 @@ class CudaExecutor:
                 free_bytes=device.free_bytes(),
             )
             num_blocks = self._memory.num_blocks
-            self._limits = engine_limits(facts, manifest.limits, num_blocks)
+            self._limits = engine_limits(facts, manifest.limits, num_blocks, self._memory.num_logits_rows)
             self._placer = Placer(facts, self._limits, use_graphs=use_graphs)
             self._engine = CudaEngine(directory, device=device.device, num_blocks=num_blocks, attend=attend)
             self._allocate()

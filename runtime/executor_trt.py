@@ -137,7 +137,9 @@ class TensorRTExecutor:
                 activation_bytes=self._activation_bytes(),
                 free_bytes=device.free_bytes(),
             )
-            self._limits = engine_limits(facts, manifest.limits, self._memory.num_blocks)
+            self._limits = engine_limits(
+                facts, manifest.limits, self._memory.num_blocks, self._memory.num_logits_rows
+            )
             self._placer = Placer(facts, self._limits, use_graphs=use_graphs)
             self._stream = device.create_stream()
             self._done = device.create_event()

@@ -19,6 +19,7 @@ from typing import Any
 
 from ..errors import RequestError
 from ..features import unsupported_reason
+from ..plugins_trt.sampling_memory import MAX_NUM_LOGPROBS
 from .protocol_context import ApiContext
 from .protocol_fields import Body, ChatBody, CompletionBody, read_body
 from .protocol_params import sampling_params
@@ -39,7 +40,7 @@ from .protocol_tools import (
     num_tool_chars,
     read_tool_use,
 )
-from .request import MAX_NUM_CHOICES, MAX_NUM_LOGPROBS, Request, SamplingParams, check_context
+from .request import MAX_NUM_CHOICES, Request, SamplingParams, check_context
 from .structured import StructuredOutput
 
 COMPLETIONS = "/v1/completions"

@@ -9,12 +9,12 @@ from types import MappingProxyType
 import numpy as np
 
 from ..errors import RequestError
+from ..plugins_trt.sampling_memory import MAX_NUM_LOGPROBS
 from .structured import Grammar, StructuredOutput
 
 MAX_NUM_CHOICES = 128
 MAX_NUM_STOPS = 64
 MAX_STOP_CHARS = 1024
-MAX_NUM_LOGPROBS = 64
 
 LogitsProcessor = Callable[[tuple[int, ...], tuple[int, ...], np.ndarray], np.ndarray]
 """From the prompt's tokens, the output's so far and the next token's logits `[vocab_size]` float32, which it may
@@ -30,8 +30,8 @@ class SamplingParams:
     vocabulary. `max_tokens` None means as many as fit; a number that does not fit beside the prompt is refused
     when the request is admitted. `logprobs` / `prompt_logprobs` k return the chosen token's log-probability and
     the k most likely ones. `seed` makes a request's tokens a function of the request alone. `num_draft_tokens` caps
-    what is drafted for it in a step, 0 is no speculation (None: the engine's own number). `structured_output` is the
-    form that the output must have. `logits_processors` change the logits before bias and penalties.
+    what a drafter proposes for it in a step, 0 is no speculation (None: the engine's own number). `structured_output`
+    is the form that the output must have. `logits_processors` change the logits before bias and penalties.
     `shown_special_tokens` are ids whose text stays in the output in spite of `skip_special_tokens`. Raises
     `RequestError` naming the field.
     """

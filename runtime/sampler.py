@@ -56,9 +56,9 @@ POISONED = "the model's logits are NaN or infinite"
 NOTHING_LEFT = "min_tokens, logit_bias and penalties leave no finite logit"
 
 
-# What the uniform numbers of one output position are for: the draw, whether a drawn draft is accepted, the draw where
-# it is not, and the draft's own draw.
-_DRAW, _ACCEPT, _LEFTOVER, DRAFT = range(4)
+# What the uniform numbers of an output position are for besides the draw, which takes the one without a purpose:
+# whether a drawn draft is accepted, the draw where it is not, and the draft's own draw (with where the draft starts).
+_ACCEPT, _LEFTOVER, DRAFT = 1, 2, 3
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -266,7 +266,7 @@ def accept_or_redraw(
         return token_id
     rest = np.maximum(target - probs, 0.0)
     # Where rounding leaves nothing, target and draft are equal but for it.
-    return draw(rest, leftover) if rest.any() else token_id
+    return draw(rest if rest.any() else target, leftover)
 
 
 def ids_within(vocab_size: int, token_ids: Iterable[int]) -> list[int]:
@@ -291,9 +291,9 @@ def check_vocabulary(params: SamplingParams, vocab_size: int) -> None:
             )
 
 
-def uniform_at(seed: int, index: int, position: int, purpose: int = _DRAW) -> float:
+def uniform_at(seed: int, index: int, position: int, *purpose: int) -> float:
     """A number in [0, 1), evenly distributed, that is a function of its arguments (53 bits of BLAKE2b)."""
-    values = (seed, index, position) if purpose == _DRAW else (seed, index, position, purpose)
+    values = (seed, index, position, *purpose)
     counter = b"".join(value.to_bytes(9, "little", signed=True) for value in values)
     digest = hashlib.blake2b(counter, digest_size=8).digest()
     return (int.from_bytes(digest, "little") >> 11) * 2.0**-53

@@ -18,6 +18,17 @@ import torch
 from torch import Tensor
 
 from ..errors import EngineError
+from ..plugins_trt.sampling_memory import (
+    BIAS_PARAMETERS,
+    COUNT_PARAMETERS,
+    DRAFTED_PARAMETERS,
+    FORM_WORD_PARAMETERS,
+    MASK_PARAMETERS,
+    ROW_PARAMETERS,
+    SCORED_LOGIT,
+    SamplerSizes,
+    sampler_sizes,
+)
 from .logprobs_device import read_scores, score, score_width
 from .outputs import TokenEvent, TokenLogprob
 from .penalties import has_penalties
@@ -34,17 +45,6 @@ from .sampler import (
     no_token,
 )
 from .sampler_pass import IS_POISONED, Parameters, RowTask, SamplingPass, bring
-from .sampler_sizes import (
-    BIAS_PARAMETERS,
-    COUNT_PARAMETERS,
-    DRAFTED_PARAMETERS,
-    FORM_WORD_PARAMETERS,
-    MASK_PARAMETERS,
-    ROW_PARAMETERS,
-    SCORED_LOGIT,
-    SamplerSizes,
-    sampler_sizes,
-)
 from .sequence import Sequence
 
 Work = Callable[[Tensor, Tensor], None]

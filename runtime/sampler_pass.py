@@ -17,12 +17,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..plugins_trt.sampling_memory import DRAWN_LOGIT, GREEDY_LOGIT, SCORED_LOGIT, SORTED_LOGIT, SamplerSizes
 from .logprobs_device import score, score_width
 from .penalties import has_penalties
 from .penalties_device import CountSlots, add_counts, penalise
 from .request import SamplingParams
 from .sampler import GREEDY_BELOW, uniform_at
-from .sampler_sizes import DRAWN_LOGIT, GREEDY_LOGIT, SCORED_LOGIT, SORTED_LOGIT, SamplerSizes
 from .sequence import Sequence
 from .truncation_device import costs, draw, truncate, weights_of
 

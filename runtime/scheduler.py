@@ -16,7 +16,9 @@ Bounds, per step:
 - Prompts are never starved: while prompts are in progress they get together at least
   `SchedulerConfig.prefill_reserve` = `max_step_tokens - max_batch_size + 1` tokens of each step (or all they
   have left, or `max_chunk_tokens` each), however many sequences decode.
-- Drafts cost nobody anything: they get tokens of the step and blocks that are left over when all else is planned.
+- Drafts come last: they get tokens of the step, rows of logits, and blocks that nobody owns, when all else is planned.
+  Blocks of what was not accepted are given back before the next plan, so the others are planned as if nothing had been
+  drafted (but for cached blocks that were used least recently: drafts may take their place).
 - The oldest running sequence always progresses: it may take the blocks of all others, and admission has made
   sure that the whole pool suffices for it. Hence no deadlock and no livelock.
 """
@@ -27,6 +29,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from .blocks import BlockPool
+from .inputs import logits_offsets
 from .plan import PlanItem, StepPlan
 from .prefix_cache import CachedBlock, HashFunction, PrefixCache, TokenChain
 from .request import Request
@@ -64,6 +67,7 @@ class Scheduler:
         self._running = ArrivalQueue()
         self._waiting = ArrivalQueue()
         self._in_flight: StepPlan | None = None
+        self._drafting: list[Record] = []  # those that got blocks for drafts since the last plan
         self._num_arrivals = 0
         self.num_preemptions = 0
         # Prefix cache counters of sequences that may read it, counted when they first start.
@@ -153,6 +157,7 @@ class Scheduler:
         in any order. Pack the plan before finishing any of its sequences: that releases their blocks.
         """
         self._void_in_flight()
+        self._give_back_drafted()
         num_decodes = sum(record.sequence.num_uncomputed_tokens == 1 for record in self._running)
         sketch = _Sketch(self._config.max_step_tokens - num_decodes)
         self._plan_running(sketch)
@@ -166,23 +171,29 @@ class Scheduler:
         """How many drafted tokens each sequence of the last plan may add to it: at most `wanted`, 1 or more.
 
         Only those that sample in it, never beyond their token limit; the blocks for them are taken from what is left.
-        Earlier sequences come first.
+        Each adds a row of logits, of which the step keeps within `max_logits_rows`. Earlier sequences come first.
         """
         if plan is not self._in_flight:
             raise RuntimeError("reserve takes the last plan")
-        spare_tokens = self._config.max_step_tokens - plan.num_tokens
+        num_left = self._config.max_step_tokens - plan.num_tokens
+        if self._config.max_logits_rows is not None:
+            num_rows = sum(len(logits_offsets(item)) for item in plan.items)
+            num_left = min(num_left, self._config.max_logits_rows - num_rows)
         granted: dict[Sequence, int] = {}
         for item in plan.items:
             sequence = item.sequence
-            num_tokens = min(wanted.get(sequence, 0), spare_tokens)
+            num_tokens = min(wanted.get(sequence, 0), num_left)
             if num_tokens < 1 or not item.is_sampling:
                 continue
             # The token after the last drafted one is sampled as well.
             num_tokens = min(num_tokens, self._record(sequence).token_limit - sequence.num_tokens - 1)
+            num_blocks = len(sequence.block_ids)
             num_tokens = self._extend_blocks(item, num_tokens, num_spare=len(plan.items))
+            if len(sequence.block_ids) > num_blocks:
+                self._drafting.append(self._record(sequence))
             if num_tokens > 0:
                 granted[sequence] = num_tokens
-                spare_tokens -= num_tokens
+                num_left -= num_tokens
         return granted
 
     def attach(self, plan: StepPlan, drafts: Mapping[Sequence, Draft]) -> StepPlan:
@@ -258,6 +269,16 @@ class Scheduler:
         num_grown = min(num_wanted, self._cache.num_available - num_spare)
         block_ids.extend(self._cache.allocate() for _ in range(num_grown))
         return min(num_tokens, len(block_ids) * size - item.end)
+
+    def _give_back_drafted(self) -> None:
+        """Sequences keep of the blocks for their drafts only those with accepted tokens in them."""
+        for record in self._drafting:
+            if record.is_running and not record.sequence.is_finished:
+                sequence = record.sequence
+                num_blocks = self._pool.num_blocks_for(sequence.num_computed_tokens)
+                self._cache.release(sequence.block_ids[num_blocks:])
+                del sequence.block_ids[num_blocks:]
+        self._drafting = []
 
     def _void_in_flight(self) -> None:
         """Forget a plan whose step did not succeed.

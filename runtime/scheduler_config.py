@@ -14,7 +14,8 @@ class SchedulerConfig:
 
     `max_model_len` is prompt plus output of one sequence, `max_batch_size` the sequences and
     `max_step_tokens` the tokens of one step. `max_chunk_tokens` caps what one prompt gets of a step, so that
-    a long one shares the step with those behind it (None: no cap but the step's). Raises `ConfigError`.
+    a long one shares the step with those behind it (None: no cap but the step's). `max_logits_rows` is how many rows
+    of a step may have logits before drafts cost another run of it (None: all). Raises `ConfigError`.
     """
 
     max_model_len: int
@@ -24,12 +25,14 @@ class SchedulerConfig:
     num_blocks: int
     enable_prefix_caching: bool = True
     max_chunk_tokens: int | None = None
+    max_logits_rows: int | None = None
 
     def __post_init__(self) -> None:
         names = ("max_model_len", "max_batch_size", "max_step_tokens", "block_size", "num_blocks")
-        for name in (*names, "max_chunk_tokens"):
+        optional = ("max_chunk_tokens", "max_logits_rows")
+        for name in (*names, *optional):
             value = getattr(self, name)
-            if value is None and name == "max_chunk_tokens":
+            if value is None and name in optional:
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ConfigError(f"{name} must be an integer of at least 1, got {value!r}")

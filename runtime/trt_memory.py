@@ -6,14 +6,12 @@ from dataclasses import dataclass
 
 from ..compile.bundle import Limits
 from ..errors import ConfigError
+from ..plugins_trt.sampling_memory import SamplerSizes, num_logits_rows, sampler_sizes
 from .executor import ExecutorLimits
-from .sampler_sizes import SamplerSizes, sampler_sizes
 from .trt_facts import EngineFacts
 from .trt_shapes import StepSize
 
 _FLOAT32 = 4
-# Steps that want the logits of more rows than fit are run again for the others: prompt log-probabilities only.
-LOGITS_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +43,13 @@ class MemoryPlan:
         return self.input_bytes + self.sampling.pinned_bytes
 
 
-def engine_limits(facts: EngineFacts, built: Limits, num_blocks: int) -> ExecutorLimits:
-    """What the scheduler may plan: the bundle's limits, and never more than the profiles hold."""
+def engine_limits(
+    facts: EngineFacts, built: Limits, num_blocks: int, num_logits_rows: int | None = None
+) -> ExecutorLimits:
+    """What the scheduler may plan: the bundle's limits, and never more than the profiles hold.
+
+    `num_logits_rows`: how many rows of logits one run can return, once that is known.
+    """
     widest = facts.widest
     max_batch_size, max_pages = widest.largest("block_table")
     return ExecutorLimits(
@@ -64,6 +67,7 @@ def engine_limits(facts: EngineFacts, built: Limits, num_blocks: int) -> Executo
         block_size=facts.block_size,
         num_blocks=num_blocks,
         vocab_size=facts.vocab_size,
+        max_logits_rows=num_logits_rows,
     )
 
 
@@ -83,9 +87,11 @@ def plan_memory(
         )
     _check_num_blocks(facts, num_blocks)
     limits = engine_limits(facts, built, num_blocks)
-    row_bytes = facts.vocab_size * _FLOAT32
-    max_rows = facts.widest.largest("logits_rows")[0]
-    num_rows = min(max_rows, max(limits.max_batch_size, LOGITS_BYTES // row_bytes))
+    num_rows = num_logits_rows(
+        facts.vocab_size,
+        max_batch_size=limits.max_batch_size,
+        max_rows=facts.widest.largest("logits_rows")[0],
+    )
     tables = [profile.largest("block_table") for profile in facts.profiles]
     largest = StepSize(
         num_tokens=facts.widest.largest("input_ids")[1],
@@ -99,8 +105,8 @@ def plan_memory(
         kv_bytes=num_blocks * facts.block_bytes,
         activation_bytes=activation_bytes,
         input_bytes=largest.num_bytes,
-        logits_bytes=num_rows * row_bytes,
-        sampling=sampler_sizes(facts.vocab_size, limits.max_batch_size),
+        logits_bytes=num_rows * facts.vocab_size * _FLOAT32,
+        sampling=sampler_sizes(facts.vocab_size, limits.max_batch_size, num_rows),
     )
     if plan.device_bytes > free_bytes:
         others = plan.device_bytes - plan.kv_bytes

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ..plugins_trt.sampling_memory import SamplerSizes
 from .device import Device, DeviceBuffer, PinnedBuffer, Stream
-from .sampler_sizes import SamplerSizes
 
 if TYPE_CHECKING:  # nothing here needs torch by itself
     import torch

@@ -151,6 +151,7 @@ def command(
     progress.note(
         f"serving will need {format_bytes(memory.total)}: weights {format_bytes(memory.weights)}, KV pages "
         f"{format_bytes(memory.kv_pages)}, activations {format_bytes(memory.activations)}"
+        + (f", sampling {format_bytes(memory.sampling)}" if memory.sampling else "")
     )
     manifest, is_unchanged = build(plan, progress, force=force)
     if is_unchanged:
@@ -184,6 +185,7 @@ def _show_plan(plan: object) -> None:
             f"({memory.block_bytes} bytes each){padding}: {tokens} tokens",
         ),
         ("activations", f"{format_bytes(memory.activations)} at most"),
+        *([("sampling", f"{format_bytes(memory.sampling)} at most")] if memory.sampling else []),
         ("total", f"{format_bytes(memory.total)}"),
         ("build", f"{format_bytes(plan.build_memory)} of host memory at most"),
         *plan.explain(),

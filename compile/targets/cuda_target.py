@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Mapping
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from ...plugins_trt.fp8_linear import unsupported_reason as fp8_unsupported_reas
 from ..bundle import HostNeeds, Limits, ModelFacts
 from ..experts import PELTON
 from ..export import KVGeometry, kv_geometry
-from ..memory import MemoryPlan, plan_gpu_memory
+from ..memory import MemoryPlan, gpu_logits_rows, plan_gpu_memory
 from ..profiles import derive_profiles
 from ..progress import Progress
 from ..proof import FlatStep, StepFunction, StepResult, Trace
@@ -28,8 +29,6 @@ from .cpu_target import host_compiler, host_needs
 NAME = "cuda"
 _FIRST_ARCH = 80  # bfloat16 and asynchronous copies, which the kernels use
 _NO_GPU = "an engine of --target tensorrt-rtx can be built here, without a GPU"
-# Steps that want the logits of more rows than fit are run again for the others: prompt log-probabilities only.
-_LOGITS_BYTES = 64 << 20
 # Attention's partial results: splits are chosen so that fewer programs than these have rows of at most 128.
 _PARTIAL_ROWS = 1024 * 128
 
@@ -99,14 +98,8 @@ class CudaTarget:
         self, config: Any, facts: ModelFacts, limits: Limits, dtype: torch.dtype, weights: int
     ) -> MemoryPlan:
         plan = plan_gpu_memory(facts, limits, dtype, weights, self._cache_dtype or dtype)
-        rows = num_logits_rows(limits, facts.vocab_size)
-        return MemoryPlan(
-            weights=plan.weights,
-            kv_pages=plan.kv_pages,
-            activations=activation_bytes(config, limits, dtype) + rows * facts.vocab_size * 4,
-            num_blocks=plan.num_blocks,
-            block_bytes=plan.block_bytes,
-        )
+        logits = gpu_logits_rows(limits, facts.vocab_size) * facts.vocab_size * 4
+        return replace(plan, activations=activation_bytes(config, limits, dtype) + logits)
 
     def explain(
         self, geometry: tuple[KVGeometry, ...], limits: Limits, num_blocks: int
@@ -139,7 +132,7 @@ class CudaTarget:
             "gpus": [self._gpu],
             "num_pieces": len(program.pieces),
             "activation_bytes": activations,
-            "num_logits_rows": num_logits_rows(limits, exported.vocab_size),
+            "num_logits_rows": gpu_logits_rows(limits, exported.vocab_size),
         }
 
     def engine_step(self, directory: Path, trace: Trace) -> StepFunction:
@@ -171,11 +164,6 @@ def unsupported_reason(gpu: str, scheme: str | None) -> str | None:
     return None
 
 
-def num_logits_rows(limits: Limits, vocab_size: int) -> int:
-    """Rows whose logits one run of the engine returns: all sequences', and what 64 MiB hold."""
-    return min(limits.max_step_tokens, max(limits.max_batch_size, _LOGITS_BYTES // (vocab_size * 4)))
-
-
 def activation_bytes(config: Any, limits: Limits, dtype: torch.dtype) -> int:
     """An upper bound of what one step computes on the way to its logits, and once more of a decode step, whose CUDA
     graphs have memory of their own:
@@ -195,7 +183,7 @@ def activation_bytes(config: Any, limits: Limits, dtype: torch.dtype) -> int:
     per_token = (attention + experts * (3 * intermediate + hidden)) * item + 16 * head_dim
     per_row = config.vocab_size * (item + 4)
     partial = _PARTIAL_ROWS * (head_dim + 2) * 4
-    rows = num_logits_rows(limits, config.vocab_size)
+    rows = gpu_logits_rows(limits, config.vocab_size)
     step = limits.max_step_tokens * per_token + rows * per_row + partial
     decode = limits.max_batch_size * (per_token + per_row) + partial
     return int(step + decode)

@@ -23,9 +23,9 @@ _MAX_NGRAM = 16
 class SpeculationConfig:
     """Who drafts and how much.
 
-    `num_draft_tokens` is the most that a sequence is given in a step (None: the method's own number, see
-    `draft_limit`). `draft_bundle` is the built draft model (`draft-model` needs it), or the heads where they are not
-    part of the engine. `is_adaptive` gives each sequence only the drafts that are expected to pay.
+    `num_draft_tokens` is the most that the method drafts for a sequence in a step (None: the method's own number, see
+    `draft_limit`); what a form forces is not counted. `draft_bundle` is the built draft model, for method draft-model.
+    `is_adaptive` gives each sequence only the drafts that are expected to pay.
     `min_ngram` and `max_ngram` (`ngram`) are how many tokens must agree with an earlier place, and how many are
     compared (None: `ngram_sizes`). Raises `ConfigError` naming the field.
     """
@@ -70,9 +70,9 @@ class SpeculationConfig:
             raise ConfigError(f"draft_bundle must be a Path, got {self.draft_bundle!r}")
         if self.method == "draft-model" and self.draft_bundle is None:
             raise ConfigError("draft_bundle: method draft-model needs the bundle of the draft model")
-        if self.method in ("ngram", "suffix") and self.draft_bundle is not None:
+        if self.method != "draft-model" and self.draft_bundle is not None:
             raise ConfigError(
-                f"draft_bundle: method {self.method} uses no model; leave it out, or use method draft-model"
+                f"draft_bundle: method {self.method} uses no draft model; leave it out, or use method draft-model"
             )
 
     def _check_ngrams(self) -> None:

@@ -100,8 +100,7 @@ class DraftModelDrafter:
         left: Seq[_Turn] = turns
         while left := [turn for turn in left if turn.num_drafted < turn.ask.num_tokens]:
             logits = self._execute([(turn, len(turn.tokens)) for turn in left], wants_logits=True)
-            for turn, row in zip(left, logits, strict=True):
-                self._choose(turn, row)
+            left = [turn for turn, row in zip(left, logits, strict=True) if self._choose(turn, row)]
         for turn in turns:
             turn.progress.num_known = turn.ask.sequence.num_tokens
             turn.progress.drafted = turn.tokens[turn.progress.num_known :]
@@ -224,21 +223,25 @@ class DraftModelDrafter:
             self._content[progress.block_ids[index]] = self._key(progress, sequence.token_ids, index)
         progress.num_computed = end
 
-    def _choose(self, turn: _Turn, row: np.ndarray) -> None:
+    def _choose(self, turn: _Turn, row: np.ndarray) -> bool:
+        """Add a token to the draft; False where the draft model's logits give none."""
         sequence = turn.ask.sequence
         row = row[: self._vocab_size]
+        best = int(row.argmax())  # NaN is above all else
+        if not np.isfinite(row[best]):
+            return False
         params = sequence.request.params
         if not turn.is_drawn or params.seed is None:
-            turn.tokens.append(int(row.argmax()))
-            return
+            turn.tokens.append(best)
+            return True
         weights = processed_weights(row, params)
-        uniform = uniform_at(
-            params.seed, sequence.index, sequence.num_output_tokens + turn.num_drafted, DRAFT
-        )
+        start = sequence.num_output_tokens
+        uniform = uniform_at(params.seed, sequence.index, start + turn.num_drafted, DRAFT, start)
         turn.tokens.append(draw(weights, uniform))
         probs = np.zeros(self._vocab_size, np.float32)
         probs[: len(weights)] = weights / weights.sum(dtype=np.float64)
         turn.probs.append(probs)
+        return True
 
 
 def check_same_tokens(target: Tokenizer, draft: Tokenizer) -> None:

@@ -166,7 +166,7 @@ class HeadDrafter:
             facts = zip(confidence.tolist(), tokens.tolist(), strict=True)
             kept = []
             for row, (probability, token) in enumerate(facts):
-                if probability < self._min_probability:
+                if not probability >= self._min_probability:  # NaN is no probability
                     continue
                 active[row].add(token, drawn.get(row))
                 if len(active[row].tokens) < active[row].num_tokens:
@@ -211,7 +211,8 @@ class _Guess:
         sequence, seed = self.sequence, self.sequence.request.params.seed
         if seed is None:
             raise ValueError(f"request {sequence.request.request_id} draws without a seed")
-        return uniform_at(seed, sequence.index, sequence.num_output_tokens + len(self.tokens), DRAFT)
+        start = sequence.num_output_tokens
+        return uniform_at(seed, sequence.index, start + len(self.tokens), DRAFT, start)
 
     def add(self, token: int, probs: np.ndarray | None) -> None:
         self.tokens.append(token)

@@ -84,6 +84,14 @@ def read_drafting(
 ) -> Drafting:
     """What `config` asks of the bundle at `directory`. Raises `ConfigError` naming the field, `BundleError`."""
     speculation = config.speculation
+    if speculation is not None and speculation.method == "heads" and manifest.drafter is None:
+        reason = unsupported_reason("drafter heads", manifest.target)
+        raise ConfigError(
+            f"speculation: {directory} has no drafter heads, and is built for {manifest.target}: {reason}"
+            if reason is not None
+            else f"speculation: method heads needs drafter heads, and {directory} has none; train some with `pelton "
+            "train-drafter`, build with --drafter, or choose another method"
+        )
     if speculation is None or speculation.method != "draft-model":
         return Drafting(speculation, directory, manifest, config.kv_cache_bytes)
     from ...plugins_trt.cpu_engine import EngineProgram

@@ -75,8 +75,6 @@ class Speculator:
         begun = [item.sequence for item in items if item.sequence.num_output_tokens]
         drafts = self._forced(begun, terms)
         asks = self._asks([sequence for sequence in begun if sequence not in drafts], terms)
-        if not asks and not drafts:
-            return plan
         num_forced = sum(map(len, drafts.values()))
         sizes = {sequence: len(draft) for sequence, draft in drafts.items()}
         proposals: dict[Sequence, Draft] = {}
@@ -85,10 +83,13 @@ class Speculator:
             self._score_shadows(asks)
             proposals = self._propose([ask for ask in asks if self._lengths.is_due(ask.sequence)], terms)
             wanted = {sequence: len(proposal) for sequence, proposal in proposals.items()}
-        if any(wanted.values()):
+        if self._drafter is not None and items:
+            # Also where nothing is wanted: these steps are the clock of what is tried again.
             pairs = [(item.sequence, wanted.get(item.sequence, 0)) for item in items]
             allotted = self._lengths.allocate(pairs, plan.num_tokens + num_forced)
             sizes |= {s: size for (s, _), size in zip(pairs, allotted, strict=True) if s not in sizes}
+        if not any(sizes.values()) and not proposals:
+            return plan
         granted = scheduler.reserve(plan, sizes)
         if not self._is_lookup:
             asks = [replace(ask, num_tokens=granted[ask.sequence]) for ask in asks if ask.sequence in granted]
@@ -162,15 +163,12 @@ class Speculator:
             return {}
         start = time.perf_counter()
         try:
-            proposals = self._drafter.propose(asks)
+            proposals = dict(zip((ask.sequence for ask in asks), self._drafter.propose(asks), strict=True))
         except Exception as error:
             self._give_up(error)
             return {}
-        self._lengths.record_propose(sum(map(len, proposals)), time.perf_counter() - start)
-        return {
-            ask.sequence: self._cut(ask.sequence, proposal, terms(ask.sequence).matcher)
-            for ask, proposal in zip(asks, proposals, strict=True)
-        }
+        self._lengths.record_propose(sum(map(len, proposals.values())), time.perf_counter() - start)
+        return {s: self._cut(s, proposal, terms(s).matcher) for s, proposal in proposals.items()}
 
     def _cut(self, sequence: Sequence, draft: Draft, matcher: Matcher | None) -> Draft:
         """Without what cannot be accepted: what is behind an end of the sequence, or behind what its form refuses.
@@ -182,6 +180,7 @@ class Speculator:
         for place, token_id in enumerate(draft.token_ids, 1):
             if token_id in ends:
                 draft = draft.cut(place)
+                break
         if matcher is None or not draft:
             return draft
         num_valid = _num_valid(matcher, draft.token_ids)
@@ -202,7 +201,12 @@ class Speculator:
 
     def _give_up(self, error: Exception) -> None:
         log.error("drafting is switched off: the drafter failed", exc_info=error)
-        self._drafter = None
+        drafter, self._drafter = self._drafter, None
+        if drafter is not None:
+            try:
+                drafter.close()
+            except Exception:
+                log.error("the drafter cannot be closed", exc_info=True)
 
 
 def _limit(params: SamplingParams, draft_limit: int) -> int:

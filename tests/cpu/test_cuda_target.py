@@ -36,7 +36,7 @@ from pelton.runtime.sequence import Sequence
 from pelton.runtime.tokenizer import Tokenizer
 from pelton.scripts import inspect
 from support.checkpoints import tiny_checkpoint
-from support.cuda_bundle import BLOCK, HostDevice, build_on_host, open_on_host
+from support.cuda_bundle import BLOCK, HostDevice, HostTarget, build_on_host, open_on_host
 from support.trt_steps import step as flat_step
 
 ARTIFACTS = Path(__file__).resolve().parents[2] / "artifacts"
@@ -207,6 +207,18 @@ def test_rows_that_do_not_fit_into_the_memory_for_logits_come_in_several_runs(
     assert device.num_uploads == 4
     np.testing.assert_allclose(parts, whole, atol=1e-5)
     assert len(np.unique(parts, axis=0)) == 20
+
+
+def test_a_build_says_what_the_executor_needs_for_sampling(
+    cuda_bundles: dict[str, Path], checkpoints: dict[str, Path]
+) -> None:
+    manifest, executor = read_manifest(cuda_bundles["llama"]), open_on_host(cuda_bundles["llama"])
+    config = open_checkpoint(str(checkpoints["llama"])).config
+    planned = HostTarget(None).plan_memory(config, manifest.model, manifest.limits, torch.float32, 1000)
+    assert planned.sampling == executor.memory.sampling.device_bytes > 0
+    step_bytes = executor.memory.activation_bytes + executor.memory.logits_bytes
+    assert planned.total == 1000 + planned.kv_pages + step_bytes + planned.sampling
+    assert executor.limits.max_logits_rows == executor.memory.num_logits_rows
 
 
 def test_a_step_without_rows_gives_no_logits(cuda_bundles: dict[str, Path]) -> None:

@@ -12,13 +12,14 @@ from torch.profiler import ProfilerActivity, profile
 
 from pelton.compile.build_plan import BuildRequest, resolve
 from pelton.compile.bundle import Limits, ModelFacts
-from pelton.compile.memory import plan_memory
+from pelton.compile.memory import plan_gpu_memory, plan_memory
 from pelton.compile.model_loading import empty_model
 from pelton.compile.quantize import Quantization, quantize_linears
 from pelton.compile.quantize_experts import quantize_experts
 from pelton.compile.weight_plan import WeightPlan
 from pelton.plugins_trt.paged_attention_cpu import attend, pack_work
 from support.checkpoints import tiny_checkpoint, tiny_model
+from support.trt_bundle import VOCAB_SIZE, limits, open_fake
 
 # Heads as SmolLM2-135M has them, and next to nothing else.
 FACTS = ModelFacts(
@@ -109,6 +110,21 @@ def test_a_soft_cap_on_scores_is_planned_without_tiles(tmp_path: Path) -> None:
     uncapped = tiny_checkpoint("gemma2", tmp_path / "uncapped", attn_logit_softcapping=0.0)
     other = resolve(BuildRequest(str(uncapped), tmp_path / "bundle", dtype="bfloat16"))
     assert other.memory != expected
+
+
+@pytest.mark.parametrize(
+    "sizes", [{}, {"max_batch_size": 2, "max_step_tokens": 40_000}], ids=["small", "wide"]
+)
+def test_a_build_says_what_a_gpu_executor_sets_aside_for_sampling(
+    sizes: dict[str, int], tmp_path: Path
+) -> None:
+    built = limits(**sizes)
+    facts = replace(FACTS, vocab_size=VOCAB_SIZE)
+    plan = plan_gpu_memory(facts, built, torch.float16, 1000, torch.float16)
+    executor = open_fake(tmp_path, built).executor
+    assert plan.sampling == executor.memory.sampling.device_bytes > 0
+    executor.close()
+    assert plan.total == 1000 + plan.kv_pages + plan.activations + plan.sampling
 
 
 @pytest.mark.parametrize("is_tied", [True, False])

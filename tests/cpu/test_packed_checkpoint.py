@@ -326,6 +326,7 @@ def test_the_dry_run_says_int4_and_where_it_comes_from(tmp_path: Path) -> None:
         "int4: 14 linear layers as the gptq checkpoint stores them, groups of 32, act-order"
         in rows["quantisation"]
     )
+    assert rows["sampling"].endswith(" at most")
     assert f"artifacts/packed-{TENSORRT_RTX}-bfloat16-int4" in output
     assert "--quantize" not in rows["command"]
 

@@ -18,12 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from pelton.errors import EngineError, RequestError
-from pelton.runtime.outputs import TokenEvent, TokenLogprob
-from pelton.runtime.penalties_device import CountSlots
-from pelton.runtime.request import Request, SamplingParams
-from pelton.runtime.sampler import HostSampler, uniform_at
-from pelton.runtime.sampler_device import DeviceSampler
-from pelton.runtime.sampler_sizes import (
+from pelton.plugins_trt.sampling_memory import (
     DRAWN_LOGIT,
     GREEDY_LOGIT,
     SCORED_LOGIT,
@@ -31,6 +26,11 @@ from pelton.runtime.sampler_sizes import (
     SamplerSizes,
     sampler_sizes,
 )
+from pelton.runtime.outputs import TokenEvent, TokenLogprob
+from pelton.runtime.penalties_device import CountSlots
+from pelton.runtime.request import Request, SamplingParams
+from pelton.runtime.sampler import HostSampler, uniform_at
+from pelton.runtime.sampler_device import DeviceSampler
 from pelton.runtime.sequence import Sequence
 from pelton.runtime.truncation import draw as host_draw
 from pelton.runtime.truncation import processed_weights
@@ -106,7 +106,7 @@ def rounded_tokens(host: HostSampler, logits: np.ndarray, member: Sequence) -> s
     params = member.request.params
     if params.temperature < 1e-5 or params.seed is None:
         return set()
-    processed = host._process(logits, member)
+    processed = host._process(logits, member, (), None, host._counts_of(member))
     uniform = uniform_at(params.seed, member.index, member.num_output_tokens)
     tokens = set()
     for up in (-ROUNDING, 0.0, ROUNDING):

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from conftest import pelton_here
 
+from pelton import LLM, SpeculationConfig
 from pelton.compile.bundle import read_manifest
 from pelton.errors import ConfigError
 from pelton.plugins_trt.cpu_engine import EngineProgram
@@ -64,6 +67,37 @@ def test_the_heads_of_the_bundle_draft_from_them(heads_bundle: Path) -> None:
     assert len(draft) == 3
     assert all(0 <= token < manifest.model.vocab_size for token in draft.token_ids)
     executor.close()
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"temperature": 0},
+        {"temperature": 0, "frequency_penalty": 1.5, "min_tokens": 10, "logit_bias": {7: 2.0}},
+        {"temperature": 0.9, "seed": 3, "top_p": 0.9},
+    ],
+    ids=["greedy", "processed", "seeded"],
+)
+def test_drafts_of_heads_change_nothing_that_a_client_sees(
+    heads_bundle: Path, params: dict[str, Any]
+) -> None:
+    """In batches and over chunked prompts; random heads are right by chance alone, which is enough to be accepted."""
+    sampling = SamplingParams(max_tokens=40, ignore_eos=True, logprobs=2, **params)
+    prompts = [[(7 * i + 3 * j) % 500 for j in range(5 + 9 * i)] for i in range(6)]
+    settings = [sampling if i % 3 else replace(sampling, num_draft_tokens=0) for i in range(6)]
+    seen = []
+    for speculation in (None, SpeculationConfig("heads", 3, is_adaptive=False)):
+        options: dict[str, Any] = {
+            "max_chunk_tokens": 16,
+            "check_invariants": True,
+            "speculation": speculation,
+        }
+        with LLM(heads_bundle, **options) as llm:
+            outputs = [output.outputs[0] for output in llm.generate(prompts, settings)]
+            seen.append([(o.token_ids, o.logprobs, o.finish_reason) for o in outputs])
+            num_drafted = llm.engine.stats().num_draft_tokens
+    assert seen[0] == seen[1]
+    assert num_drafted > 50
 
 
 def test_a_bundle_without_heads_gives_no_states_and_says_how_to_get_heads(

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -123,6 +126,56 @@ def test_drawn_drafts_are_for_requests_without_a_seed() -> None:
     outputs(engine, some_requests(random.Random(5), temperature=1.0))
     drawn_rate = engine.stats().num_accepted_tokens / engine.stats().num_draft_tokens
     assert drawn_rate > chosen_rate + 0.1, "drawn drafts are accepted more often, or they are not drawn"
+
+
+def test_drafts_that_a_model_draws_keep_the_distribution() -> None:
+    """Through the engine: 24,000 pairs of tokens that follow each other, beside the target's exact probabilities."""
+    target = np.random.default_rng(1).normal(0, 1.2, (5, 5)).astype(np.float32)
+    errs = target + np.random.default_rng(2).normal(0, 0.9, (5, 5)).astype(np.float32)
+
+    def model(table: np.ndarray) -> ScriptedExecutor:
+        def logits_of(context: Sequence[int]) -> np.ndarray:
+            row = np.full(NUM_PADDED_LOGITS, -1e9, np.float32)
+            row[:5] = table[context[-1] % 5]
+            return row
+
+        return ScriptedExecutor(lambda _: 0, wide, logits_of=logits_of)
+
+    wide = replace(LIMITS, max_batch_size=32, max_step_tokens=256, num_blocks=600)
+    engine = drafting_engine(
+        model(target),
+        TOKENIZER,
+        DraftModelDrafter(model(errs), wide),
+        draft_limit=3,
+        config=EngineConfig(),
+    )
+    params = SamplingParams(max_tokens=41, ignore_eos=True)
+    requests = [Request(f"r{i}", (1,), params) for i in range(600)]
+    pairs = Counter(pair for tokens in outputs(engine, requests).values() for pair in pairwise(tokens))
+    assert 0.3 < engine.stats().num_accepted_tokens / engine.stats().num_draft_tokens < 0.95
+    probabilities = np.exp(target) / np.exp(target).sum(1, keepdims=True)
+    seen = np.array([[pairs[a, b] for b in range(5)] for a in range(5)], np.float64)
+    expected = seen.sum(1, keepdims=True) * probabilities
+    chi_square = ((seen - expected) ** 2 / expected).sum()
+    assert chi_square < 52, "20 degrees of freedom: one in ten thousand"
+
+
+@pytest.mark.parametrize("poison", [np.nan, np.inf])
+def test_logits_of_the_draft_model_that_are_no_numbers_draft_nothing(poison: float) -> None:
+    def broken(context: Sequence[int]) -> np.ndarray:
+        return np.full(NUM_PADDED_LOGITS, poison, np.float32)
+
+    draft = ScriptedExecutor(lambda _: 0, LIMITS, logits_of=broken)
+    engine = drafting_engine(
+        ScriptedExecutor(lambda context: 50 + context[-1] % 2, LIMITS),
+        TOKENIZER,
+        DraftModelDrafter(draft, LIMITS),
+    )
+    got = outputs(
+        engine, [Request("r", (1,), SamplingParams(max_tokens=20, ignore_eos=True, temperature=0.3))]
+    )
+    assert set(got["r", 0]) <= {50, 51}
+    assert engine.stats().num_draft_tokens == 0
 
 
 # --- SP-02 -----------------------------------------------------------------------------------------------------------

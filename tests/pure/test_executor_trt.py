@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -73,7 +74,7 @@ def test_what_the_scheduler_plans_gives_the_scripted_logits(
     sizes = {"max_model_len": 44, "max_batch_size": batch, "max_step_tokens": batch + extra}
     fakes = open_fake(tmp_path, limits(num_blocks, **sizes), is_rtx=is_rtx, use_graphs=use_graphs)
     driver = StepDriver(make_config(**sizes, num_blocks=num_blocks))
-    assert fakes.executor.limits == driver.executor.limits
+    assert fakes.executor.limits == replace(driver.executor.limits, max_logits_rows=batch + extra)
     compared = Compared(fakes, driver.executor.limits)
     driver.executor = compared  # type: ignore[assignment]
     driver.run(
@@ -213,9 +214,10 @@ def test_a_decode_step_may_want_fewer_rows_than_it_has(fakes: Fakes) -> None:
 def test_rows_beyond_the_logits_buffer_take_another_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pelton.runtime.trt_memory.LOGITS_BYTES", 1)
+    monkeypatch.setattr("pelton.plugins_trt.sampling_memory.LOGITS_BYTES", 1)
     fakes = open_fake(tmp_path)
     assert fakes.executor.memory.num_logits_rows == 4, "never fewer than sequences"
+    assert fakes.executor.limits.max_logits_rows == 4, "drafts keep within one run"
     logits = fakes.logits(step(prompt(10), rows=list(range(10))))
     np.testing.assert_array_equal(logits, [expected(list(range(1, n + 2))) for n in range(10)])
     assert fakes.device.log == 3 * ["copy_to_device", "engine", "read"]

@@ -103,7 +103,8 @@ def test_tr_02_limits_are_the_smaller_of_profiles_and_manifest(tmp_path: Path) -
     built = limits(max_batch_size=4, max_step_tokens=16, max_model_len=64)
     less = limits(max_batch_size=3, max_step_tokens=99, max_model_len=50)
     assert open_fake(tmp_path, built, manifest_limits=less).executor.limits == ExecutorLimits(
-        max_model_len=50, max_batch_size=3, max_step_tokens=16, block_size=4, num_blocks=32, vocab_size=VOCAB_SIZE
+        max_model_len=50, max_batch_size=3, max_step_tokens=16, block_size=4, num_blocks=32, vocab_size=VOCAB_SIZE,
+        max_logits_rows=16,
     )  # fmt: skip
 
 

@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 
 from pelton.errors import EngineError, OverloadedError, PeltonError, RequestError
+from pelton.plugins_trt.sampling_memory import MAX_NUM_LOGPROBS
 from pelton.runtime.protocol import CHAT_COMPLETIONS, COMPLETIONS, ApiContext, Call, error_reply, parse_call
 from pelton.runtime.protocol_fields import MAX_NUM_MESSAGES
 from pelton.runtime.protocol_prompt import MAX_NUM_PROMPTS
-from pelton.runtime.request import MAX_NUM_CHOICES, MAX_NUM_LOGPROBS, MAX_NUM_STOPS
+from pelton.runtime.request import MAX_NUM_CHOICES, MAX_NUM_STOPS
 from support.calls import CONTEXT, LIMITS, TOKENIZER, USER, VOCAB, chat, completion, refusal
 from support.tiny_model import NUM_PADDED_LOGITS, byte_tokenizer, reciting
 

@@ -5,9 +5,11 @@ import time
 
 import pytest
 
+from pelton.runtime.inputs import pack
 from pelton.runtime.plan import StepPlan
 from pelton.runtime.scheduler import Scheduler
 from pelton.runtime.sequence import Sequence
+from pelton.runtime.speculate.draft import Draft
 from support.scheduling import StepDriver, generate, make_config, make_sequence
 
 # --- steps
@@ -397,3 +399,38 @@ def test_planning_does_not_depend_on_the_size_of_the_pool_or_the_queue() -> None
         return sorted(times)[len(times) // 4]
 
     assert time_of_a_step(50_000, 5_000) < 10 * time_of_a_step(500, 50)
+
+
+def test_wrong_drafts_change_nothing_for_the_others() -> None:
+    """The same preemptions, and every sequence starts and ends in the same step."""
+
+    def run(is_drafting: bool) -> list[list[tuple[int, int]]]:
+        rng = random.Random(7)
+        config = make_config(num_blocks=90, block_size=1, max_step_tokens=64, enable_prefix_caching=False)
+        driver = StepDriver(config)
+        for _ in range(14):
+            driver.add(
+                make_sequence([rng.randrange(90) for _ in range(rng.randint(2, 20))], rng.randint(4, 30))
+            )
+        trace = []
+        while driver.live:
+            plan = driver.scheduler.plan()
+            if is_drafting:
+                begun = [item.sequence for item in plan.items if item.sequence.num_output_tokens]
+                granted = driver.scheduler.reserve(plan, dict.fromkeys(begun, 9))
+                wrong = {sequence: Draft((998,) * num_tokens) for sequence, num_tokens in granted.items()}
+                plan = driver.scheduler.attach(plan, wrong)
+            driver.executor.execute(pack(plan))
+            driver.scheduler.commit(plan)
+            driver.scheduler.check_invariants()
+            trace.append([(item.start, item.known_end) for item in plan.items])
+            for item in plan.items:
+                if item.is_sampling:
+                    driver.scheduler.append(item.sequence, 5)
+                    if item.sequence.num_tokens >= driver.scheduler.token_limit(item.sequence.request):
+                        driver.abort(item.sequence)
+        return [*trace, [(driver.scheduler.num_preemptions, 0)]]
+
+    plain = run(is_drafting=False)
+    assert plain[-1][0][0] >= 3
+    assert run(is_drafting=True) == plain

@@ -30,6 +30,7 @@ TRACES = {
     "step_as_small_as_the_batch": {"num_blocks": 40, "max_batch_size": 5, "max_step_tokens": 5},
     "one_place": {"num_blocks": 12, "max_batch_size": 1},
     "wide": {"num_blocks": 48, "max_batch_size": 16, "max_step_tokens": 64},
+    "few_logits_rows": {"num_blocks": 48, "max_step_tokens": 32, "max_logits_rows": 6},
     "short_context": {"num_blocks": 16, "max_model_len": 21},
 }
 

@@ -18,7 +18,7 @@ def test_each_method_has_its_own_number_of_drafts() -> None:
     assert SpeculationConfig("suffix").draft_limit == 16
     assert SpeculationConfig("draft-model", draft_bundle=BUNDLE).draft_limit == 5
     assert SpeculationConfig("heads").draft_limit == 4
-    assert SpeculationConfig("heads", num_draft_tokens=2, draft_bundle=BUNDLE).draft_limit == 2
+    assert SpeculationConfig("heads", num_draft_tokens=2).draft_limit == 2
 
 
 @pytest.mark.parametrize(
@@ -50,6 +50,7 @@ def test_the_default_of_one_ngram_size_gives_way_to_the_other(
         ("draft_bundle", {"method": "draft-model", "draft_bundle": "artifacts/draft"}),
         ("draft_bundle", {"method": "ngram", "draft_bundle": BUNDLE}),
         ("draft_bundle", {"method": "suffix", "draft_bundle": BUNDLE}),
+        ("draft_bundle", {"method": "heads", "draft_bundle": BUNDLE}),
         ("min_ngram", {"method": "suffix", "min_ngram": 2}),
         ("max_ngram", {"method": "heads", "max_ngram": 2}),
         ("min_ngram", {"method": "ngram", "min_ngram": 0}),

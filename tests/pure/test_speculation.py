@@ -273,19 +273,21 @@ def test_a_drafter_that_fails_costs_no_request(caplog: pytest.LogCaptureFixture)
 
 
 class BrokenMatcher:
-    """A form that outgrows its limits at the third token."""
+    """A form that outgrows its limits behind token 4; that cannot be taken back."""
 
-    def __init__(self) -> None:
-        self.num_accepted = 0
+    def __init__(self, token_ids: Sequence[int] = ()) -> None:
+        self.num_accepted = len(token_ids)
         self.is_finished = False
+        self.is_broken = 4 in token_ids
 
     def fill(self, mask: np.ndarray) -> None:
-        if self.num_accepted > 2:
+        if self.is_broken:
             raise EngineError("the form outgrew its limits")
         mask[:] = -1
 
     def accept(self, token_id: int) -> bool:
         self.num_accepted += 1
+        self.is_broken |= token_id == 4
         return True
 
     def rollback(self, num_tokens: int) -> None:
@@ -297,22 +299,52 @@ class BrokenMatcher:
 
 class BrokenGrammar:
     def start(self, token_ids: Sequence[int] = ()) -> BrokenMatcher:
-        return BrokenMatcher()
+        return BrokenMatcher(token_ids)
+
+
+FORM_THAT_FAILS = SamplingParams(
+    temperature=0, max_tokens=9, presence_penalty=0.1, structured_output=StructuredOutput("regex", "x")
+)
 
 
 def test_a_form_that_fails_ends_its_request_alone() -> None:
     executor = ScriptedExecutor(lambda context: (context[-1] + 1) % 90, LIMITS)
     engine = Engine(executor, TOKENIZER, EngineConfig(check_invariants=True))
-    form = StructuredOutput("regex", "x")
-    params = SamplingParams(temperature=0, max_tokens=9, structured_output=form)
     requests = [
-        Request("bad", (1,), params, grammar=BrokenGrammar()),
+        Request("bad", (1,), FORM_THAT_FAILS, grammar=BrokenGrammar()),
+        Request("twice", (1,), replace(FORM_THAT_FAILS, n=3), grammar=BrokenGrammar()),
         Request("good", (1,), SamplingParams(temperature=0, max_tokens=9)),
     ]
     got = outputs_of(engine, requests)
     assert (got["bad", 0]["ending"][0], got["bad", 0]["tokens"]) == ("error", [2, 3, 4])
     assert "outgrew" in got["bad", 0]["ending"][2]
+    assert [got["twice", choice]["ending"][0] for choice in range(3)] == ["error"] * 3
     assert got["good", 0]["tokens"] == list(range(2, 11))
+
+
+def test_a_draft_that_breaks_a_form_does_not_end_its_request() -> None:
+    executor = ScriptedExecutor(certain([11, 12, 13, 14, 15, 16], 1), LIMITS)
+    engine = drafting_engine(executor, TOKENIZER, FixedDrafter([4, 4]))
+    params = replace(FORM_THAT_FAILS, max_tokens=5, presence_penalty=0.0)
+    got = outputs_of(engine, [Request("r", (1,), params, grammar=BrokenGrammar())])["r", 0]
+    assert (got["tokens"], got["ending"][0]) == ([11, 12, 13, 14, 15], "length")
+
+
+def test_drafting_comes_back_when_a_text_begins_to_copy() -> None:
+    """Noise, whose drafts are refused for long, then one passage again and again."""
+    rng = random.Random(1)
+    noise_tokens = [rng.randrange(8) for _ in range(300)]  # pairs of tokens come again, and go on otherwise
+    passage = [rng.randrange(20, 200) for _ in range(60)]
+    output = noise_tokens + passage * 10
+    limits = replace(LIMITS, max_model_len=1000, block_size=16, num_blocks=80)
+    engine = drafting_engine(
+        ScriptedExecutor(certain(output, 1), limits), TOKENIZER, NgramDrafter(2, 16), is_adaptive=True
+    )
+    record_step = engine._speculator._lengths.record_step
+    engine._speculator.record_step = lambda num_tokens, _: record_step(num_tokens, 1.0 + 0.2 * num_tokens)  # type: ignore[method-assign]
+    params = SamplingParams(temperature=0, max_tokens=890, ignore_eos=True)
+    assert outputs_of(engine, [Request("r", (1,), params)])["r", 0]["tokens"] == output[:890]
+    assert engine.stats().num_steps < 650
 
 
 def test_the_drafter_hears_of_every_end_and_is_closed() -> None:

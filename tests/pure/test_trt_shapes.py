@@ -168,7 +168,7 @@ def test_limits_follow_the_profiles(facts: EngineFacts) -> None:
     more = limits(max_batch_size=40, max_step_tokens=160, max_model_len=640)
     assert asdict(engine_limits(facts, more, 9)) == {
         "max_model_len": 64, "max_batch_size": 4, "max_step_tokens": 16,
-        "block_size": 4, "num_blocks": 9, "vocab_size": VOCAB_SIZE,
+        "block_size": 4, "num_blocks": 9, "vocab_size": VOCAB_SIZE, "max_logits_rows": None,
     }  # fmt: skip
 
 

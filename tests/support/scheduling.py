@@ -160,6 +160,9 @@ class StepDriver:
         sampling = {item.sequence for item in plan.items if item.is_sampling}
         assert all(s in sampling and 1 <= n <= wanted[s] for s, n in granted.items())
         assert plan.num_tokens + sum(granted.values()) <= config.max_step_tokens
+        num_rows = sum(len(logits_offsets(item)) for item in plan.items)
+        if granted and config.max_logits_rows is not None:
+            assert num_rows + sum(granted.values()) <= config.max_logits_rows, "a draft cost another run"
         drafts = {}
         for sequence, num_tokens in granted.items():
             assert sequence.num_tokens + num_tokens < self.scheduler.token_limit(sequence.request)

@@ -1,10 +1,18 @@
-"""How much memory sampling on a device takes, decided before any is allocated."""
+"""How much memory a step's logits, and sampling from them on a device, take, decided before any is allocated.
+
+A build says it before there is an engine, an executor allocates it.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .request import MAX_NUM_LOGPROBS
+# Of the logits that one run returns, unless the sequences of a step have more.
+LOGITS_BYTES = 64 << 20
+_LOGIT_BYTES = 4  # float32
+
+# The most alternatives that a request may ask for at each token: a row's results have room for so many.
+MAX_NUM_LOGPROBS = 64
 
 # Bytes that each logit of a row takes while torch works on it, by what is done with the row. Sorting counts torch's
 # own buffers in: keys and indices once more.
@@ -31,6 +39,15 @@ _TOKEN_PARAMETERS = (
 )
 # int64: the token, and of its log-probability 4 numbers, ids and logits of the likeliest.
 _ROW_RESULTS = 8 * (1 + 4 + 2 * MAX_NUM_LOGPROBS)
+
+
+def num_logits_rows(vocab_size: int, *, max_batch_size: int, max_rows: int) -> int:
+    """Of how many rows one run of an engine returns the logits: one of each sequence and what `LOGITS_BYTES` hold
+    beyond, at most the `max_rows` that the engine takes.
+
+    Steps that want more are run again for the others: log-probabilities of prompts only, for drafts keep within it.
+    """
+    return min(max_rows, max(max_batch_size, LOGITS_BYTES // (vocab_size * _LOGIT_BYTES)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,16 +85,19 @@ class SamplerSizes:
         return max(1, self.scratch_bytes // (vocab_size * logit_bytes))
 
 
-def sampler_sizes(vocab_size: int, max_batch_size: int) -> SamplerSizes:
-    """For steps of up to `max_batch_size` sequences; more in a batch (choices that start together) take more passes."""
+def sampler_sizes(vocab_size: int, max_batch_size: int, max_rows: int | None = None) -> SamplerSizes:
+    """For steps of up to `max_batch_size` sequences with `max_rows` rows among them (None: one each), those of drafts
+    included; more rows (choices that start together) take more passes.
+    """
+    max_rows = max(max_batch_size, max_rows or 0)
     row_bytes = vocab_size * SORTED_LOGIT
     slot_bytes = vocab_size * 4
     num_slots = min(max_batch_size, max(1, COUNT_BYTES // slot_bytes))
     return SamplerSizes(
-        max_rows=max_batch_size,
+        max_rows=max_rows,
         num_count_slots=num_slots,
-        parameter_bytes=max_batch_size * ROW_PARAMETERS + vocab_size * _TOKEN_PARAMETERS,
-        result_bytes=max_batch_size * _ROW_RESULTS,
+        parameter_bytes=max_rows * ROW_PARAMETERS + vocab_size * _TOKEN_PARAMETERS,
+        result_bytes=max_rows * _ROW_RESULTS,
         scratch_bytes=max(row_bytes, min(SCRATCH_BYTES, max_batch_size * row_bytes)),
         count_bytes=num_slots * slot_bytes,
     )

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from pelton.runtime.sampler_sizes import COUNT_BYTES, SCRATCH_BYTES, SORTED_LOGIT, sampler_sizes
+from pelton.plugins_trt.sampling_memory import (
+    COUNT_BYTES,
+    LOGITS_BYTES,
+    SCRATCH_BYTES,
+    SORTED_LOGIT,
+    num_logits_rows,
+    sampler_sizes,
+)
 
 
 @pytest.mark.parametrize("vocab_size", [1, 300, 32_000, 152_064, 10_000_000])
@@ -26,3 +33,26 @@ def test_sizes_hold_a_row_and_stay_bounded(vocab_size: int, batch: int) -> None:
 def test_small_batches_take_no_more_than_they_can_use() -> None:
     assert sampler_sizes(32_000, 2).scratch_bytes == 2 * 32_000 * SORTED_LOGIT
     assert sampler_sizes(32_000, 2).num_count_slots == 2
+
+
+def test_rows_of_drafts_fit_into_one_pass_and_take_no_more_scratch() -> None:
+    one, many = sampler_sizes(32_000, 2), sampler_sizes(32_000, 2, 90)
+    assert (one.max_rows, many.max_rows) == (2, 90)
+    assert many.result_bytes == 45 * one.result_bytes
+    assert many.parameter_bytes > one.parameter_bytes
+    assert many.torch_bytes == one.torch_bytes
+    assert sampler_sizes(32_000, 4, 2).max_rows == 4, "never fewer than sequences"
+
+
+@pytest.mark.parametrize(
+    ("vocab_size", "batch", "max_rows", "num_rows"),
+    [
+        (1024, 64, 512, 512),
+        (131_072, 64, 512, 128),
+        (131_072, 200, 512, 200),
+        (1 << 30, 1, 512, 1),
+    ],
+)
+def test_logits_rows(vocab_size: int, batch: int, max_rows: int, num_rows: int) -> None:
+    assert num_logits_rows(vocab_size, max_batch_size=batch, max_rows=max_rows) == num_rows
+    assert num_rows * vocab_size * 4 <= max(LOGITS_BYTES, batch * vocab_size * 4)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .protocol_call import CHAT_COMPLETIONS, COMPLETIONS, Call, parse_call
+from .protocol_call import CHAT_COMPLETIONS, COMPLETIONS, Call, compile_call, parse_call, read_call
 from .protocol_context import ApiContext
 from .protocol_errors import error_reply
 from .protocol_json import dump_json, parse_json
@@ -14,8 +14,10 @@ __all__ = [
     "ApiContext",
     "Call",
     "Reply",
+    "compile_call",
     "dump_json",
     "error_reply",
     "parse_call",
     "parse_json",
+    "read_call",
 ]

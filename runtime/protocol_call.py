@@ -33,6 +33,7 @@ from .protocol_prompt import (
 )
 from .protocol_tools import (
     AnswerFormat,
+    ToolUse,
     answer_format,
     check_tool_format,
     held_form,
@@ -40,6 +41,7 @@ from .protocol_tools import (
     read_tool_use,
 )
 from .request import MAX_NUM_CHOICES, Request, SamplingParams, check_context
+from .structured import StructuredOutput
 
 COMPLETIONS = "/v1/completions"
 CHAT_COMPLETIONS = "/v1/chat/completions"
@@ -83,6 +85,11 @@ class Call:
         return self.endpoint == CHAT_COMPLETIONS
 
     @property
+    def form(self) -> StructuredOutput | None:
+        """What the whole output of each choice is held to."""
+        return self.requests[0].params.structured_output
+
+    @property
     def has_logprobs(self) -> bool:
         return self.num_logprobs is not None or self.num_prompt_logprobs is not None
 
@@ -96,18 +103,31 @@ class Call:
 
 
 def parse_call(endpoint: str, body: Mapping[str, object], context: ApiContext, call_id: str) -> Call:
-    """Validate `body` and tokenise its prompts. CPU-bound for long prompts.
+    """`read_call` and `compile_call` in one: may take some seconds."""
+    return compile_call(read_call(endpoint, body, context, call_id), context)
+
+
+def read_call(endpoint: str, body: Mapping[str, object], context: ApiContext, call_id: str) -> Call:
+    """Validate `body` and tokenise its prompts. CPU-bound for long prompts; a `form` is not compiled yet.
 
     Engine request ids are `call_id` with the prompt's number. Raises `RequestError` naming the field.
     """
     if endpoint == COMPLETIONS:
-        return _parse_completion(read_body(CompletionBody, body), context, call_id)
+        return _read_completion(read_body(CompletionBody, body), context, call_id)
     if endpoint == CHAT_COMPLETIONS:
-        return _parse_chat(read_body(ChatBody, body), context, call_id)
+        return _read_chat(read_body(ChatBody, body), context, call_id)
     raise RequestError(f"no endpoint {endpoint!r}; use {COMPLETIONS} or {CHAT_COMPLETIONS}", field="url")
 
 
-def _parse_completion(body: CompletionBody, context: ApiContext, call_id: str) -> Call:
+def compile_call(call: Call, context: ApiContext) -> Call:
+    """`call` with the grammar of its `form`. Waits for the compiler. Raises `RequestError` naming the field."""
+    if call.form is None:
+        return call
+    grammar = context.compile(call.form)
+    return replace(call, requests=tuple(replace(request, grammar=grammar) for request in call.requests))
+
+
+def _read_completion(body: CompletionBody, context: ApiContext, call_id: str) -> Call:
     num_best = _read_best_of(body)
     _check_call(body, context)
     prompts = read_prompts(body.prompt)
@@ -185,7 +205,7 @@ def _read_best_of(body: CompletionBody) -> int | None:
     return body.n
 
 
-def _parse_chat(body: ChatBody, context: ApiContext, call_id: str) -> Call:
+def _read_chat(body: ChatBody, context: ApiContext, call_id: str) -> Call:
     _check_chat_options(body)
     _check_call(body, context)
     limit_field, max_tokens = _chat_limit(body)
@@ -202,20 +222,10 @@ def _parse_chat(body: ChatBody, context: ApiContext, call_id: str) -> Call:
         body.tools, body.tool_choice, body.parallel_tool_calls, context.tokenizer.chat_template
     )
     check_tool_format(context.tool_format, use)
-    if body.truncate_prompt_tokens is None:
-        _check_num_chars(num_message_chars(messages), context, "messages")
-        _check_num_chars(num_tool_chars(use), context, "tools")
-    token_ids = encode_messages(
-        context.tokenizer,
-        messages,
-        add_generation_prompt=body.add_generation_prompt,
-        continue_final_message=body.continue_final_message,
-        template_kwargs=_template_kwargs(body, context),
-        tools=use.shown,
-    )
+    token_ids = _encode_chat(body, messages, use, context)
     continued = messages[-1] if body.continue_final_message else None
     is_open = context.ends_in_reasoning(token_ids, continued)
-    form = held_form(use, context.tool_format, params.structured_output)
+    form = held_form(use, context.tool_format, params)
     if is_open and form is not None:
         token_ids += context.end_of_reasoning
     reading = answer_format(
@@ -225,11 +235,8 @@ def _parse_chat(body: ChatBody, context: ApiContext, call_id: str) -> Call:
         is_held=form is not None,
         is_in_reasoning=is_open,
     )
-    params = replace(
-        params,
-        shown_special_tokens=context.tokenizer.special_ids_of(reading.literals),
-        structured_output=form,
-    )
+    shown_ids = context.tokenizer.special_ids_of(reading.literals)
+    params = replace(params, shown_special_tokens=shown_ids, structured_output=form)
     token_ids, cut = _truncate(token_ids, body, params, context)
     request = _request(f"{call_id}-0", token_ids, params, body, context, "messages", limit_field)
     output_field = "top_logprobs" if num_logprobs else "logprobs"
@@ -246,6 +253,22 @@ def _parse_chat(body: ChatBody, context: ApiContext, call_id: str) -> Call:
         num_prompt_logprobs=body.prompt_logprobs,
         num_truncated_tokens=(cut,),
         answer_format=reading,
+    )
+
+
+def _encode_chat(
+    body: ChatBody, messages: list[dict[str, Any]], use: ToolUse, context: ApiContext
+) -> list[int]:
+    if body.truncate_prompt_tokens is None:
+        _check_num_chars(num_message_chars(messages), context, "messages")
+        _check_num_chars(num_tool_chars(use), context, "tools")
+    return encode_messages(
+        context.tokenizer,
+        messages,
+        add_generation_prompt=body.add_generation_prompt,
+        continue_final_message=body.continue_final_message,
+        template_kwargs=_template_kwargs(body, context),
+        tools=use.shown,
     )
 
 
@@ -374,7 +397,6 @@ def _request(
         params=params,
         cache_salt=body.cache_salt,
         arrival_time=time.monotonic(),
-        grammar=context.compile(params.structured_output),
     )
 
 

@@ -40,17 +40,18 @@ class ApiContext:
     reasoning_parser: str = "auto"
     grammars: GrammarCompiler | None = None
 
-    def compile(self, output: StructuredOutput | None) -> Grammar | None:
-        """`output` compiled. May take a while. Raises `RequestError` naming the field."""
-        if output is None:
-            return None
+    def compile(self, output: StructuredOutput) -> Grammar:
+        """`output` compiled. May take some seconds. Raises `RequestError` naming the field."""
         if self.grammars is None:
             raise RequestError(
                 f"{output.field}: output that is held to a form is not supported here",
                 field=output.field,
                 code="unsupported_parameter",
             )
-        return self.grammars.compile(output)
+        try:
+            return self.grammars.compile(output)
+        except RequestError as error:
+            raise output.renamed(error) from None
 
     @cached_property
     def tool_format(self) -> ToolFormat | None:

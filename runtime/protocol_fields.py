@@ -30,6 +30,7 @@ _NOT_SUPPORTED = frozenset(
         "prediction",
         "reasoning_effort",
         "suffix",
+        "tool_choice",
         "tools",
         "verbosity",
         "web_search_options",

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from .protocol_tools import AnswerFormat
-from .tool_calls import ArgumentsText, CallStart, ContentText, Event, ParsedAnswer, ReasoningText
+from .tool_calls import ArgumentsText, CallEnd, CallStart, ContentText, Event, ParsedAnswer, ReasoningText
 
 
 class MessageBuilder:
@@ -34,12 +34,13 @@ class MessageBuilder:
             events += self._parser.finish()
         kept = [event for event in events if self._counts(event)]
         self._answer.add(kept)
-        return [self._delta(event) for event in kept]
+        return [self._delta(event) for event in kept if not isinstance(event, CallEnd)]
 
     def finish_reason(self, reason: str | None) -> str | None:
-        """What the engine's reason is called for this message."""
-        has_called = bool(self._answer.calls) and not self._format.is_named
-        return "tool_calls" if reason == "stop" and has_called else reason
+        """What the engine's reason is called for this message: `tool_calls` says that the calls can be made."""
+        calls = self._answer.calls
+        can_be_made = bool(calls) and calls[-1].is_whole and not self._format.is_named
+        return "tool_calls" if reason == "stop" and can_be_made else reason
 
     def message(self) -> dict[str, Any]:
         answer = self._answer
@@ -64,9 +65,9 @@ class MessageBuilder:
 
     def _counts(self, event: Event) -> bool:
         limit = self._format.max_calls
-        return limit is None or not isinstance(event, CallStart | ArgumentsText) or event.index < limit
+        return limit is None or isinstance(event, ContentText | ReasoningText) or event.index < limit
 
-    def _delta(self, event: Event) -> dict[str, Any]:
+    def _delta(self, event: ContentText | ReasoningText | CallStart | ArgumentsText) -> dict[str, Any]:
         match event:
             case ContentText(text):
                 return {"content": text}

@@ -115,7 +115,11 @@ def _num_chars(value: object) -> int:
 
 def _read_message(message: Mapping[str, Any], field: str) -> dict[str, Any]:
     present = {name: value for name, value in message.items() if value is not None}
-    present.pop("annotations", None)  # what a client echoes of an earlier answer; no text of the chat
+    # What a client echoes of an earlier answer: notes that are no text of the chat, and what was said in refusing.
+    present.pop("annotations", None)
+    if present.get("role") == "assistant" and isinstance(present.get("refusal"), str):
+        refusal = present.pop("refusal")
+        present.setdefault("content", refusal)
     for name, value in present.items():
         shown = f"{field}.{name[:64]}"
         if name not in _MESSAGE_KEYS:

@@ -6,7 +6,9 @@
 - `auto` (the default) leaves the model free. `required` and a named function hold the whole answer to the format of
   calls, `required` to one or more of any tools; a prompt that ends inside reasoning gets the tag that ends it.
 - `parallel_tool_calls` false: one call where calls are enforced; with `auto` those after the first are dropped.
-- `strict` functions need an enforced call.
+- `strict` changes nothing: enforced calls keep to the schemas of all functions, and free ones to none.
+- A `stop` beside enforced calls is refused: it could cut the arguments. With `auto` a call that it cuts does not give
+  the finish reason `tool_calls`.
 - An answer of another form (`response_format`, ...) excludes calls: it needs `tool_choice` none.
 """
 
@@ -26,6 +28,7 @@ from .tool_calls import AnswerParser, ReasoningFormat, Tool, ToolFormat
 
 if TYPE_CHECKING:
     from .chat_template import ChatTemplate
+    from .request import SamplingParams
     from .tokenizer import Tokenizer
 
 MAX_NUM_TOOLS = 128
@@ -108,7 +111,14 @@ def read_tool_use(
             raise RequestError("parallel_tool_calls needs tools", field="parallel_tool_calls")
         return ToolUse()
     shown = _read_tools(tools)
-    read = tuple(Tool(each["function"]["name"], each["function"].get("parameters")) for each in shown)
+    read = tuple(
+        Tool(
+            each["function"]["name"],
+            each["function"].get("parameters"),
+            f"tools[{index}].function.parameters",
+        )
+        for index, each in enumerate(shown)
+    )
     choice, name = _read_choice(tool_choice, [tool.name for tool in read])
     is_parallel = parallel_tool_calls is not False
     if template is not None and not template.has_variable("tools"):
@@ -120,15 +130,6 @@ def read_tool_use(
                 code="unsupported_parameter",
             )
         return ToolUse()
-    for index, each in enumerate(shown):
-        if each["function"].get("strict") and choice == "auto":
-            field = f"tools[{index}].function.strict"
-            raise RequestError(
-                f"{field}: calls that the model is free to make are not held to the schema; set tool_choice to "
-                "required or to the function",
-                field=field,
-                code="unsupported_value",
-            )
     for each in shown:
         each["function"].pop("strict", None)  # nothing for the model
     return ToolUse(shown, tuple(tool for tool in read if name in (None, tool.name)), choice, is_parallel)
@@ -154,9 +155,10 @@ def answer_format(
 
 
 def held_form(
-    use: ToolUse, tool_format: ToolFormat | None, asked: StructuredOutput | None
+    use: ToolUse, tool_format: ToolFormat | None, params: SamplingParams
 ) -> StructuredOutput | None:
-    """The form that an answer must have: `asked`, or that of calls, or None if it is free."""
+    """The form that an answer must have: the one that is asked for, or that of calls, or None if it is free."""
+    asked = params.structured_output
     if use.choice == "none" or tool_format is None:
         return asked
     if asked is not None:
@@ -169,6 +171,12 @@ def held_form(
         )
     if not use.is_enforced:
         return None
+    if params.stop:
+        raise RequestError(
+            "stop: it could end an enforced call within its arguments; leave it out, or set tool_choice to auto",
+            field="stop",
+            code="unsupported_value",
+        )
     form = tool_format.enforce(use.tools, use.choice == "required" and use.is_parallel)
     return replace(form, field="tool_choice") if use.choice == "named" else form
 

@@ -7,31 +7,41 @@ Matcher            the place of one sequence in its output
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal, Protocol
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, Protocol, get_args
 
 import numpy as np
 
+from ..errors import RequestError
+
 Kind = Literal["json_object", "json_schema", "regex", "choice", "grammar", "tagged"]
+
+_WITH_SOURCE: tuple[Kind, ...] = ("json_schema", "regex", "grammar")
 
 
 @dataclass(frozen=True, slots=True)
 class Tag:
-    """`begin`, then a JSON value of `schema` (JSON text), then `end`."""
+    """`begin`, then a JSON value of `schema` (JSON text), then `end`.
+
+    `places`, for errors: JSON pointers into `schema`, and how the user named what stands there.
+    """
 
     begin: str
     schema: str
     end: str
+    places: tuple[tuple[str, str], ...] = field(default=(), compare=False)
 
 
 @dataclass(frozen=True, slots=True)
 class StructuredOutput:
     """A form that the whole output must have. `field` is how the user named it, for errors.
 
-    `source` is a JSON schema as text (`json_schema`), a regular expression (`regex`) or an EBNF grammar (`grammar`).
-    `choices` are the texts of a `choice`. `tagged`: one of `tags` (tool calls), or with `is_repeated` one or more,
-    with `separator` between two.
+    `source` is a JSON schema (`json_schema`; a dict or a bool becomes its text), a regular expression (`regex`) or an
+    EBNF grammar (`grammar`). `choices` are the texts of a `choice`, in a list or the like. `tagged`: one of `tags`
+    (tool calls), or with `is_repeated` one or more, with `separator` between two. Raises `RequestError` naming the
+    argument; whether a source is one of its kind shows when it is compiled.
     """
 
     kind: Kind
@@ -40,7 +50,48 @@ class StructuredOutput:
     tags: tuple[Tag, ...] = ()
     separator: str = ""
     is_repeated: bool = False
-    field: str = "structured_outputs"
+    field: str = "structured_output"
+
+    def __post_init__(self) -> None:
+        kinds = get_args(Kind)
+        if self.kind not in kinds:
+            raise self._mistake("kind", f"must be one of {', '.join(kinds)}, got {str(self.kind)[:64]!r}")
+        source: object = self.source
+        if self.kind == "json_schema" and isinstance(source, Mapping | bool):
+            try:
+                source = json.dumps(source, ensure_ascii=False, separators=(",", ":"))
+            except (TypeError, ValueError, RecursionError) as error:
+                raise self._mistake("source", f"is no JSON schema: {error}") from None
+            object.__setattr__(self, "source", source)
+        if not isinstance(source, str):
+            raise self._mistake("source", f"must be a string, got {type(source).__name__}")
+        self._set_tuple("choices", str, "strings")
+        self._set_tuple("tags", Tag, "Tag objects")
+        for name, owners in (("source", _WITH_SOURCE), ("choices", ("choice",)), ("tags", ("tagged",))):
+            if getattr(self, name) and self.kind not in owners:
+                raise self._mistake(name, f"does not go with the kind {self.kind}")
+
+    def _set_tuple(self, name: str, kind: type, what: str) -> None:
+        value: object = getattr(self, name)
+        items = tuple(value) if isinstance(value, Iterable) and not isinstance(value, str) else (None,)
+        if not all(isinstance(item, kind) for item in items):
+            raise self._mistake(name, f"must be a list of {what}")
+        object.__setattr__(self, name, items)
+
+    def _mistake(self, name: str, reason: str) -> RequestError:
+        field = f"{self.field}.{name}"
+        return RequestError(f"{field} {reason}", field=field)
+
+    def renamed(self, error: RequestError) -> RequestError:
+        """`error`, which names a place in the schema of a tag, with the user's own name for that place."""
+        for index, tag in enumerate(self.tags):
+            for pointer, place in tag.places:
+                found = f"{self.field}[{index}]{pointer}"
+                if error.field is not None and f"{error.field}/".startswith(f"{found}/"):
+                    name = place + error.field[len(found) :]
+                    message = str(error).replace(error.field, name, 1)
+                    return RequestError(message, field=name, code=error.code)
+        return error
 
 
 class Matcher(Protocol):

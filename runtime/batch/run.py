@@ -10,8 +10,9 @@ from hashlib import blake2b
 from ...errors import EngineError, PeltonError, RequestError
 from ..engine import Engine
 from ..outputs import Delta
-from ..protocol import ApiContext, Call, Reply, error_reply, parse_call
+from ..protocol import ApiContext, Call, Reply, error_reply, read_call
 from ..request import Request
+from .forms import FormCompiler, PendingLine
 from .lines import RawLine, as_object, parse_line
 from .progress import JobProgress
 from .records import RecordKey, answer_record, error_record
@@ -20,6 +21,7 @@ from .results import DoneLines, ResultWriter
 # Lines looked at between two steps, so that a row of bad or done ones stalls nothing.
 _MAX_LINES_PER_STEP = 256
 _PROGRESS_INTERVAL_S = 0.1
+_FORM_WAIT_S = 0.05  # with nothing to step, before the loop looks at everything again
 
 _log = logging.getLogger(__name__)
 
@@ -76,8 +78,9 @@ class JobRun:
         self._context = ApiContext(
             engine.tokenizer, engine.limits, settings.model_names, grammars=engine.grammars
         )
+        self._forms = FormCompiler(self._context)
         self._in_flight: dict[str, _InFlight] = {}  # by request id
-        self._num_in_flight = 0
+        self._num_in_flight = 0  # with those whose forms are being compiled
         self._is_input_read = False
         self._records: list[bytes] = []
         self._failures: list[tuple[int, bytes]] = []  # line and record, held until the engine answers another
@@ -90,21 +93,30 @@ class JobRun:
 
         An exception of the engine itself ends the run where it is; what is in flight runs again next time.
         """
-        while not should_stop():
-            self._fill()
-            if self._in_flight:
-                self._step()
-            self._write()
-            if on_progress is not None and self._clock() - self._reported >= _PROGRESS_INTERVAL_S:
-                self._reported = self._clock()
-                on_progress(self.progress())
-            if self._is_input_read and not self._in_flight:
-                self._keep_failures(self._failures)
-                self._write()
-                break
+        try:
+            while not should_stop():
+                self._advance()
+                if on_progress is not None and self._clock() - self._reported >= _PROGRESS_INTERVAL_S:
+                    self._reported = self._clock()
+                    on_progress(self.progress())
+                if self._is_input_read and not self._in_flight and not self._forms.is_busy:
+                    self._keep_failures(self._failures)
+                    self._write()
+                    break
+        finally:
+            self._forms.close()
         self._abort_all()
         if on_progress is not None:
             on_progress(self.progress())
+
+    def _advance(self) -> None:
+        self._take_compiled()
+        self._fill()
+        if self._in_flight:
+            self._step()
+        elif self._forms.is_busy:
+            self._forms.wait(_FORM_WAIT_S)
+        self._write()
 
     def progress(self) -> JobProgress:
         return replace(
@@ -137,15 +149,35 @@ class JobRun:
         key = RecordKey(self._settings.job_id, line.number)
         try:
             parsed = parse_line(line)
-            call = parse_call(parsed.url, parsed.body, self._context, key.call_id)
-            requests = self._with_seeds(call, line.number)
-            self._admit(requests)
+            call = read_call(parsed.url, parsed.body, self._context, key.call_id)
         except Exception as error:
             custom_id = (as_object(line) or {}).get("custom_id")
             self._write_error(key, custom_id if isinstance(custom_id, str) else None, error)
             return
+        pending = PendingLine(key, parsed.custom_id, call)
+        if call.form is None:
+            self._start_call(pending, call)
+        else:
+            self._num_in_flight += call.num_choices
+            self._forms.submit(pending)
+
+    def _take_compiled(self) -> None:
+        for line, compiled in self._forms.take():
+            self._num_in_flight -= line.call.num_choices
+            if isinstance(compiled, Exception):
+                self._write_error(line.key, line.custom_id, compiled)
+            else:
+                self._start_call(line, compiled)
+
+    def _start_call(self, line: PendingLine, call: Call) -> None:
+        try:
+            requests = self._with_seeds(call, line.key.line)
+            self._admit(requests)
+        except Exception as error:
+            self._write_error(line.key, line.custom_id, error)
+            return
         reply = Reply(replace(call, requests=requests), self._context, self._settings.created)
-        item = _InFlight(key, parsed.custom_id, requests, reply)
+        item = _InFlight(line.key, line.custom_id, requests, reply)
         self._in_flight.update((request.request_id, item) for request in requests)
         self._num_in_flight += item.num_choices
 

@@ -14,12 +14,14 @@ from typing import TypeVar
 from ...errors import ConfigError, EngineError, OverloadedError, PeltonError, RequestError
 from ..engine_loop import EngineLoop
 from ..outputs import Delta
-from ..protocol import ApiContext, Call, parse_call, parse_json
+from ..protocol import ApiContext, Call, compile_call, parse_json, read_call
 from .metrics import CallTimer, ServerMetrics
 
 Result = TypeVar("Result")
 
 _MAX_THREADS = 4
+MAX_NUM_COMPILING = 32
+"""Calls whose forms may be under compilation at once. Each has a thread that waits for the compiler."""
 
 _log = logging.getLogger(__name__)
 
@@ -101,8 +103,9 @@ class CallStream:
 class Gateway:
     """Takes calls up to a bound, runs them in `engine_loop`, and knows whether the server can take more.
 
-    Everything but the engine's callbacks happens on one event loop, which waits neither for the engine nor
-    for long prompts to be tokenised: that is done in threads.
+    Everything but the engine's callbacks happens on one event loop, which waits neither for the engine nor for what
+    takes long. That is done in threads, with pools of their own for what is read (tokenised), for forms that are
+    compiled and for answers that are built: no call waits for another one's form, and no stream for a new call.
     """
 
     def __init__(
@@ -121,7 +124,11 @@ class Gateway:
         self._loop = asyncio.get_running_loop()
         self._arrivals: deque[tuple[CallStream, Delta | PeltonError]] = deque()
         self._is_flush_due = False
-        self._workers = ThreadPoolExecutor(min(_MAX_THREADS, os.cpu_count() or 1), "pelton-protocol")
+        num_threads = min(_MAX_THREADS, os.cpu_count() or 1)
+        self._readers = ThreadPoolExecutor(num_threads, "pelton-protocol")
+        self._builders = ThreadPoolExecutor(num_threads, "pelton-answers")
+        self._compilers = ThreadPoolExecutor(MAX_NUM_COMPILING, "pelton-forms")
+        self._num_compiling = 0
         self._watchdog = asyncio.create_task(self._watch_engine())
 
     @property
@@ -134,25 +141,39 @@ class Gateway:
         return "draining" if self._is_draining else "ok"
 
     async def parse(self, endpoint: str, data: bytes, call_id: str) -> Call:
-        """Raises `RequestError`; `OverloadedError` before any work is done on a call that is not taken."""
+        """Raises `RequestError`; `OverloadedError` before any work is done on a call that is not taken, or when too
+        many forms are being compiled.
+        """
         self._check_open(num_choices=1)
         self._num_parsing += 1
         try:
-            return await self.in_thread(lambda: _parse(endpoint, data, self.context, call_id))
+            call = await self._loop.run_in_executor(
+                self._readers, _read, endpoint, data, self.context, call_id
+            )
+            return call if call.form is None else await self._compile(call)
         finally:
             self._num_parsing -= 1
 
-    async def in_thread(self, work: Callable[[], Result]) -> Result:
-        """Do work of some length beside the event loop."""
-        return await self._loop.run_in_executor(self._workers, work)
+    async def _compile(self, call: Call) -> Call:
+        if self._num_compiling >= MAX_NUM_COMPILING:
+            raise OverloadedError("too many forms of output are being compiled; try again later")
+        self._num_compiling += 1
+        try:
+            return await self._loop.run_in_executor(self._compilers, compile_call, call, self.context)
+        finally:
+            self._num_compiling -= 1
+
+    async def build(self, work: Callable[[], Result]) -> Result:
+        """Write a long part of an answer beside the event loop."""
+        return await self._loop.run_in_executor(self._builders, work)
 
     def open(self, call: Call, arrival_time: float) -> CallStream:
         """Hand `call` to the engine. `arrival_time` is the `time.monotonic()` of its HTTP request."""
         if call.num_choices > self._capacity:
             raise RequestError(
-                f"a call may ask for at most {self._capacity} choices (n times the prompts) here, "
+                f"a call may ask for at most {self._capacity} choices (n, or best_of, times the prompts) here, "
                 f"got {call.num_choices}; send several calls",
-                field="n",
+                field=_field_of_choices(call),
             )
         self._check_open(call.num_choices)
         stream = CallStream(call, self, CallTimer(self._metrics, arrival_time))
@@ -185,7 +206,8 @@ class Gateway:
 
     def close(self) -> None:
         self._watchdog.cancel()
-        self._workers.shutdown(wait=False, cancel_futures=True)
+        for pool in (self._readers, self._builders, self._compilers):
+            pool.shutdown(wait=False, cancel_futures=True)
 
     def _check_open(self, num_choices: int) -> None:
         status = self.status
@@ -229,8 +251,15 @@ class Gateway:
                 self.fail_all(EngineError(f"the engine has made no step for {seconds:.1f} s"))
 
 
-def _parse(endpoint: str, data: bytes, context: ApiContext, call_id: str) -> Call:
+def _read(endpoint: str, data: bytes, context: ApiContext, call_id: str) -> Call:
     body = parse_json(data)
     if not isinstance(body, dict):
         raise RequestError("the body must be a JSON object", code="invalid_json")
-    return parse_call(endpoint, body, context, call_id)
+    return read_call(endpoint, body, context, call_id)
+
+
+def _field_of_choices(call: Call) -> str:
+    """What makes the choices of `call` many."""
+    if call.num_choices_per_prompt < len(call.requests):
+        return "prompt"
+    return "n" if call.num_best is None else "best_of"

@@ -126,7 +126,7 @@ class CallResponse(Response):
     async def _built(self, build: Callable[[], Built]) -> Built:
         """Log-probabilities may be long, and are slow to write: beside the event loop."""
         try:
-            return await self._gateway.in_thread(build) if self._call.has_logprobs else build()
+            return await self._gateway.build(build) if self._call.has_logprobs else build()
         except Exception as error:
             _log.exception("request %s: cannot build the answer", self._request_id)
             raise EngineError("the server failed to build the answer") from error

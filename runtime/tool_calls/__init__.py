@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from .answer import AnswerParser, ParsedAnswer, ParsedCall, parse_answer
 from .detect import detect_reasoning_format, detect_tool_format
-from .events import ArgumentsText, CallStart, ContentText, Event, ReasoningText
+from .events import ArgumentsText, CallEnd, CallStart, ContentText, Event, ReasoningText
 from .formats import TOOL_FORMATS, ToolFormat
 from .reasoning import REASONING_FORMATS, ReasoningFormat
 from .tools import Tool
@@ -18,6 +18,7 @@ __all__ = [
     "TOOL_FORMATS",
     "AnswerParser",
     "ArgumentsText",
+    "CallEnd",
     "CallStart",
     "ContentText",
     "Event",

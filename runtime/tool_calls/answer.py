@@ -5,18 +5,21 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
-from .events import ArgumentsText, CallStart, ContentText, Event, ReasoningText
+from .events import ArgumentsText, CallEnd, CallStart, ContentText, Event, ReasoningText
 from .formats import ToolFormat
 from .reasoning import ReasoningFormat, ReasoningReader
 
 
 @dataclass(slots=True)
 class ParsedCall:
-    """`arguments` is the model's own JSON text. `call_id` is the model's own, if its format has ids."""
+    """`arguments` is the model's own JSON text, up to its last bracket if `is_whole`. `call_id` is the model's own, if
+    its format has ids.
+    """
 
     name: str
     arguments: str = ""
     call_id: str | None = None
+    is_whole: bool = True
 
 
 @dataclass(slots=True)
@@ -33,9 +36,11 @@ class ParsedAnswer:
                 case ReasoningText(text):
                     self.reasoning += text
                 case CallStart(_, name, call_id):
-                    self.calls.append(ParsedCall(name, call_id=call_id))
+                    self.calls.append(ParsedCall(name, call_id=call_id, is_whole=False))
                 case ArgumentsText(index, text):
                     self.calls[index].arguments += text
+                case CallEnd(index):
+                    self.calls[index].is_whole = True
 
 
 class AnswerParser:

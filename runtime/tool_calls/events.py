@@ -36,4 +36,11 @@ class ArgumentsText:
     text: str
 
 
-Event = ContentText | ReasoningText | CallStart | ArgumentsText
+@dataclass(frozen=True, slots=True)
+class CallEnd:
+    """The arguments of call `index` are whole: their last bracket is closed. Without it the call was cut or broke."""
+
+    index: int
+
+
+Event = ContentText | ReasoningText | CallStart | ArgumentsText | CallEnd

@@ -33,13 +33,17 @@ _FENCE = "```"
 
 
 class HermesReader(CallReader):
-    """The end tag may be missing at the end of the answer."""
+    """One call, or a list of calls. The end tag may be missing at the end of the answer."""
 
     markers = (_HERMES_BEGIN,)
+    closers = (_HERMES_END,)
 
     def _read_block(self) -> Reading[None]:
         yield from self._skip_space()
-        yield from self._call_object()
+        if (yield from self._peek()) == "[":
+            yield from self._call_list()
+        else:
+            yield from self._call_object()
         yield from self._skip_space()
         if (yield from self._more()):
             yield from self._expect(_HERMES_END)
@@ -106,6 +110,7 @@ class GraniteReader(CallReader):
     """A list of calls, or one call; an end tag is read where there is one."""
 
     markers = (_GRANITE_BEGIN, _HERMES_BEGIN)
+    closers = (_HERMES_END,)
 
     def _read_block(self) -> Reading[None]:
         yield from self._skip_space()
@@ -124,6 +129,7 @@ class DeepSeekReader(CallReader):
     """Both generations: with the call's type and fenced arguments, or with neither."""
 
     markers = (_CALLS_BEGIN, _CALL_BEGIN)
+    closers = (_CALL_END, _CALLS_END)
 
     def _read_block(self) -> Reading[None]:
         if self._marker == _CALLS_BEGIN:
@@ -192,43 +198,45 @@ def _tagged(
 
 def _hermes_tag(tool: Tool) -> Tag:
     head = f'{{"name": {_quoted(tool.name)}, "arguments": '
-    return Tag(f"{_HERMES_BEGIN}\n{head}", tool.schema_text, f"}}\n{_HERMES_END}")
+    return tool.tag(f"{_HERMES_BEGIN}\n{head}", f"}}\n{_HERMES_END}")
 
 
 def _llama_tag(tool: Tool) -> Tag:
-    return Tag(f'{{"name": {_quoted(tool.name)}, "parameters": ', tool.schema_text, "}")
+    return tool.tag(f'{{"name": {_quoted(tool.name)}, "parameters": ', "}")
 
 
 def _mistral_tag(tool: Tool) -> Tag:
-    return Tag(f"{_MISTRAL_BEGIN}{tool.name}{_MISTRAL_ARGUMENTS}", tool.schema_text, "")
+    return tool.tag(f"{_MISTRAL_BEGIN}{tool.name}{_MISTRAL_ARGUMENTS}", "")
 
 
 def _deepseek_v3_tag(tool: Tool) -> Tag:
     begin = f"{_CALLS_BEGIN}{_CALL_BEGIN}function{_CALL_SEP}{tool.name}\n{_FENCE}json\n"
-    return Tag(begin, tool.schema_text, f"\n{_FENCE}{_CALL_END}{_CALLS_END}")
+    return tool.tag(begin, f"\n{_FENCE}{_CALL_END}{_CALLS_END}")
 
 
 def _deepseek_v31_tag(tool: Tool) -> Tag:
     begin = f"{_CALLS_BEGIN}{_CALL_BEGIN}{tool.name}{_CALL_SEP}"
-    return Tag(begin, tool.schema_text, f"{_CALL_END}{_CALLS_END}")
+    return tool.tag(begin, f"{_CALL_END}{_CALLS_END}")
 
 
 def _listed(begin: str) -> Callable[[Sequence[Tool], bool], StructuredOutput]:
     """All calls in one list, which is one JSON value."""
 
     def enforce(tools: Sequence[Tool], is_repeated: bool) -> StructuredOutput:
-        items = [_call_schema(tool, f"/items/anyOf/{index}") for index, tool in enumerate(tools)]
+        pointers = [f"/items/anyOf/{index}/properties/arguments" for index in range(len(tools))]
+        items = [_call_schema(tool, pointer) for tool, pointer in zip(tools, pointers, strict=True)]
         schema: dict[str, Any] = {"type": "array", "items": {"anyOf": items}, "minItems": 1}
         if not is_repeated:
             schema["maxItems"] = 1
-        tag = Tag(begin, json.dumps(schema, ensure_ascii=False), "")
+        places = tuple((pointer, tool.field) for tool, pointer in zip(tools, pointers, strict=True))
+        tag = Tag(begin, json.dumps(schema, ensure_ascii=False), "", places)
         return StructuredOutput(kind="tagged", tags=(tag,), field="tools")
 
     return enforce
 
 
 def _call_schema(tool: Tool, pointer: str) -> dict[str, Any]:
-    arguments = nested(tool.schema, f"{pointer}/properties/arguments")
+    arguments = nested(tool.schema, pointer)
     return {
         "type": "object",
         "properties": {"name": {"const": tool.name}, "arguments": arguments},

@@ -17,7 +17,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Generator
 from typing import ClassVar, TypeVar
 
-from .events import ArgumentsText, CallStart, ContentText, Event
+from .events import ArgumentsText, CallEnd, CallStart, ContentText, Event
 
 _Value = TypeVar("_Value")
 Reading = Generator[None, None, _Value]
@@ -25,6 +25,9 @@ Reading = Generator[None, None, _Value]
 
 MAX_HELD_CHARS = 4096
 """What may be unread again: without a bound a text full of half calls would be read once for each of them."""
+
+_PIECE_CHARS = 4096
+"""Longer texts are read in pieces: settling copies what follows in the buffer."""
 
 _SPACE = re.compile(r"\s*")
 _PLAIN = re.compile(r'[^"\\]*')  # within a string
@@ -43,11 +46,14 @@ class CallReader(ABC):
     Text that is no call is content, markers of a malformed call included. A call counts once its name and the
     first key of its arguments (or `{}`) have been read: from then on it streams. If it breaks later, it keeps the
     arguments up to there, as one does that the token limit cuts, and the rest is content. No character of the text
-    is lost but those of the format itself, other members of its objects, and white space beside calls. What is not
-    known to be a call after `MAX_HELD_CHARS` is none. `tool_names` are the tools that the model was given.
+    is lost but those of the format itself, other members of its objects (also where the text ends within them), and
+    white space beside calls. What is not known to be a call after `MAX_HELD_CHARS` is none. `tool_names` are the tools
+    that the model was given.
     """
 
     markers: ClassVar[tuple[str, ...]] = ()
+    closers: ClassVar[tuple[str, ...]] = ()
+    """Ends of calls. They are content, but for those behind a call that broke, up to the next marker."""
 
     def __init__(self, tool_names: Collection[str] = ()) -> None:
         self._tool_names = frozenset(tool_names)
@@ -55,23 +61,31 @@ class CallReader(ABC):
         self._position = 0
         self._is_ended = False
         self._events: list[Event] = []
+        self._content: list[str] = []  # of the next event
         self._num_calls = 0
         self._is_streaming = False  # the buffer up to `_position` is arguments
+        self._is_behind_arguments = False  # what follows belongs to the format
+        self._has_met_end = False  # a walk has asked for more than there is
         self._marker = ""  # what the buffer begins with, while the call behind it is not settled
         self._space = ""  # white space of the content that may turn out to lie beside a call
         self._has_content = False
-        self._marker_pattern = re.compile("|".join(map(re.escape, self.markers)) or "(?!)")
-        self._max_marker = max(map(len, self.markers), default=1)
+        self._is_broken = False  # the latest call is, and no marker has followed it
+        self._literals = (*self.markers, *self.closers)
+        self._marker_pattern = re.compile("|".join(map(re.escape, self._literals)) or "(?!)")
+        self._max_marker = max(map(len, self._literals), default=1)
         self._walk = self._read()
 
     def feed(self, text: str) -> list[Event]:
-        self._buffer += text
-        return self._go_on()
+        for begin in range(0, len(text), _PIECE_CHARS):
+            self._buffer += text[begin : begin + _PIECE_CHARS]
+            next(self._walk, None)
+        return self._take_events()
 
     def finish(self) -> list[Event]:
         """The text has ended; what was held back comes out. Nothing may be fed after it."""
         self._is_ended = True
-        return self._go_on()
+        next(self._walk, None)
+        return self._take_events()
 
     @abstractmethod
     def _read_block(self) -> Reading[None]:
@@ -82,14 +96,23 @@ class CallReader(ABC):
         return
         yield
 
-    def _go_on(self) -> list[Event]:
-        next(self._walk, None)
+    def _take_events(self) -> list[Event]:
+        self._flush_content()
         events, self._events = self._events, []
         return events
 
+    def _emit(self, *events: Event) -> None:
+        self._flush_content()
+        self._events += events
+
+    def _flush_content(self) -> None:
+        if self._content:
+            self._events.append(ContentText("".join(self._content)))
+            self._content.clear()
+
     def _read(self) -> Reading[None]:
         yield from self._attempt(self._read_start())
-        while (yield from self._content()):
+        while (yield from self._pass_content()):
             yield from self._attempt(self._read_block())
 
     def _attempt(self, block: Reading[None]) -> Reading[None]:
@@ -99,20 +122,32 @@ class CallReader(ABC):
             if self._is_streaming:
                 self._settle_arguments()
                 self._is_streaming = False
+                self._is_broken = True
+                return
+            if self._is_behind_arguments and self._has_met_end:
+                self._position = len(self._buffer)
+                self._settle()
                 return
             marker, self._position = self._marker, len(self._marker)
             self._settle()
             self._add_content(marker)
 
-    def _content(self) -> Reading[bool]:
+    def _pass_content(self) -> Reading[bool]:
         """Pass content on up to the next marker, which is then read; False at the end of the text."""
         while True:
             match = self._marker_pattern.search(self._buffer)
+            if match is not None and match[0] in self.closers:
+                self._add_content(self._buffer[: match.start() if self._is_broken else match.end()])
+                self._position = match.end()
+                self._settle()
+                continue
             if match is not None:
                 self._position = match.start()
                 self._add_content(self._buffer[: match.start()])
                 self._settle()
+                self._is_broken = False
                 self._marker, self._position = match[0], len(match[0])
+                self._is_behind_arguments = False
                 return True
             cut = len(self._buffer) - (0 if self._is_ended else self._num_pending())
             self._add_content(self._buffer[:cut])
@@ -127,7 +162,7 @@ class CallReader(ABC):
     def _num_pending(self) -> int:
         """Characters at the end of the buffer that a marker may begin with."""
         for size in range(min(self._max_marker - 1, len(self._buffer)), 0, -1):
-            if any(marker.startswith(self._buffer[-size:]) for marker in self.markers):
+            if any(literal.startswith(self._buffer[-size:]) for literal in self._literals):
                 return size
         return 0
 
@@ -142,14 +177,9 @@ class CallReader(ABC):
         self._emit_content(text.lstrip() if self._num_calls and not self._has_content else text)
 
     def _emit_content(self, text: str) -> None:
-        if not text:
-            return
-        self._has_content = True
-        last = self._events[-1] if self._events else None
-        if isinstance(last, ContentText):
-            self._events[-1] = ContentText(last.text + text)
-        else:
-            self._events.append(ContentText(text))
+        if text:
+            self._has_content = True
+            self._content.append(text)
 
     def _settle(self) -> None:
         """What has been read stays read."""
@@ -157,7 +187,7 @@ class CallReader(ABC):
 
     def _settle_arguments(self) -> None:
         if self._position:
-            self._events.append(ArgumentsText(self._num_calls - 1, self._buffer[: self._position]))
+            self._emit(ArgumentsText(self._num_calls - 1, self._buffer[: self._position]))
         self._settle()
 
     def _more(self) -> Reading[bool]:
@@ -166,6 +196,7 @@ class CallReader(ABC):
             raise Malformed
         while self._position == len(self._buffer):
             if self._is_ended:
+                self._has_met_end = True
                 return False
             if self._is_streaming:
                 self._settle_arguments()
@@ -279,12 +310,16 @@ class CallReader(ABC):
         yield from self._expect(":")
         return False
 
-    def _start_call(self, name: str, arguments: str, call_id: str | None = None) -> None:
+    def _start_call(
+        self, name: str, arguments: str, call_id: str | None = None, *, is_whole: bool = True
+    ) -> None:
         """The call is one: what has been read of it is settled."""
         if not name.strip():
             raise Malformed
-        self._events.append(CallStart(self._num_calls, name, call_id))
-        self._events.append(ArgumentsText(self._num_calls, arguments))
+        self._emit(CallStart(self._num_calls, name, call_id), ArgumentsText(self._num_calls, arguments))
+        if is_whole:
+            self._emit(CallEnd(self._num_calls))
+            self._is_behind_arguments = True
         self._num_calls += 1
         self._space = ""
         self._settle()
@@ -292,22 +327,24 @@ class CallReader(ABC):
     def _stream_arguments(self, name: str, call_id: str | None = None) -> Reading[None]:
         begin = self._position
         is_empty = yield from self._arguments_head()
-        self._start_call(name, self._buffer[begin : self._position], call_id)
+        self._start_call(name, self._buffer[begin : self._position], call_id, is_whole=is_empty)
         if is_empty:
             return
         self._is_streaming = True
         yield from self._skip_to_close("{")
         self._settle_arguments()
         self._is_streaming = False
+        self._is_behind_arguments = True
+        self._emit(CallEnd(self._num_calls - 1))
 
     def _call_object(self, *, must_be_known: bool = False) -> Reading[None]:
         """`{"name": ..., "arguments": {...}}`, or with `parameters`; other members are not looked at.
 
-        A call without arguments has `{}`. With `must_be_known` it is a call only if a tool has its name and it has
-        arguments: the object may be anything.
+        Arguments may be a string that holds the object. A call without arguments has `{}`. With `must_be_known` it is a
+        call only if a tool has its name and it has arguments: the object may be anything.
         """
         name = arguments = None
-        is_started = False
+        is_started = self._is_behind_arguments = False
         keys: set[str] = set()
         yield from self._expect("{")
         yield from self._skip_space()
@@ -327,6 +364,8 @@ class CallReader(ABC):
             elif key == "arguments":
                 if (yield from self._accept("null")):
                     arguments = "{}"
+                elif (yield from self._peek()) == '"':
+                    arguments = _object_text((yield from self._string()))
                 elif name is not None:
                     yield from self._stream_arguments(name)
                     is_started = True
@@ -362,3 +401,14 @@ class CallReader(ABC):
                 break
         yield from self._expect("]")
         self._settle()
+
+
+def _object_text(text: str) -> str:
+    """`text`, if it is the JSON of an object. Raises `Malformed`."""
+    try:
+        is_object = isinstance(json.loads(text), dict)
+    except (ValueError, RecursionError):
+        is_object = False
+    if not is_object:
+        raise Malformed
+    return text

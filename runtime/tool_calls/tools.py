@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ..structured import Tag
+
 _VALUES = frozenset({"const", "enum", "default", "examples"})
 _BY_NAME = frozenset({"properties", "patternProperties", "dependentSchemas", "$defs", "definitions"})
 """Keywords of JSON Schema whose value is data, and whose value maps names to schemas."""
@@ -14,10 +16,13 @@ _BY_NAME = frozenset({"properties", "patternProperties", "dependentSchemas", "$d
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """A function by name. `parameters` is the JSON schema of its arguments (None: it takes none)."""
+    """A function by name. `parameters` is the JSON schema of its arguments (None: it takes none); `field` is how the
+    user named that, for errors.
+    """
 
     name: str
     parameters: Mapping[str, Any] | None = None
+    field: str = "parameters"
 
     @property
     def schema(self) -> dict[str, Any]:
@@ -29,6 +34,10 @@ class Tool:
     @property
     def schema_text(self) -> str:
         return json.dumps(self.schema, ensure_ascii=False)
+
+    def tag(self, begin: str, end: str) -> Tag:
+        """The arguments alone, between `begin` and `end`."""
+        return Tag(begin, self.schema_text, end, (("", self.field),))
 
 
 def nested(schema: Mapping[str, Any], pointer: str) -> dict[str, Any]:

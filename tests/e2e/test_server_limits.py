@@ -264,8 +264,14 @@ def test_a_full_queue_is_503_with_retry_after() -> None:
     gateway = GatewayConfig(max_waiting=3, drain_seconds=0.2)
     engine = scripted_engine(max_batch_size=2, before_step=gate)
     with live_server(engine, gateway=gateway) as server, ThreadPoolExecutor(1) as pool:
-        never = server.complete(prompt=["a", "b"], n=3)
-        assert (never.status_code, never.json()["error"]["param"]) == (400, "n")
+        for body, field in (
+            ({"prompt": ["a", "b"], "n": 3}, "n"),
+            ({"prompt": ["a", "b"], "best_of": 3}, "best_of"),
+            ({"prompt": ["a", "b"], "n": 3, "best_of": 3}, "n"),
+            ({"prompt": ["a"] * 6}, "prompt"),
+        ):
+            never = server.complete(**body)
+            assert (never.status_code, never.json()["error"]["param"]) == (400, field)
         taken = pool.submit(server.complete, prompt="a", n=5, max_tokens=2)
         assert gate.is_held.wait(10)
         for stream in (False, True):

@@ -305,7 +305,7 @@ def test_one_bad_choice_ends_its_line_and_the_other_choices(tmp_path: Path) -> N
     assert engine.stats().num_finished == {"error": 1, "abort": 2, "length": 1}
 
 
-@pytest.mark.parametrize("where", ["parse_call", "answer_record"])
+@pytest.mark.parametrize("where", ["read_call", "answer_record"])
 def test_a_bug_that_one_line_meets_is_an_error_record(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, where: str
 ) -> None:

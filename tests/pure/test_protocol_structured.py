@@ -161,6 +161,6 @@ def test_an_llm_compiles_before_anything_runs() -> None:
         sound = SamplingParams(max_tokens=1)
         broken = replace(sound, structured_output=StructuredOutput("regex", "("))
         for run in (lambda: llm.generate(["a", "b"], [sound, broken]), lambda: llm.stream("a", broken)):
-            with pytest.raises(RequestError, match=r"^structured_outputs: "):
+            with pytest.raises(RequestError, match=r"^structured_output: "):
                 run()
         assert llm.engine.num_requests == 0

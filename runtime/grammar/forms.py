@@ -21,7 +21,7 @@ MAX_NUM_RULES = 1000
 _WHITESPACE = r"[\x20\x0A\x0D\x09]{1,8}"
 """Between two tokens of JSON, at most once: a model that likes blanks cannot go on with them for ever."""
 
-_ESCAPES = "nrbtf\\\""
+_ESCAPES = 'nrbtf\\"'
 """Behind a backslash in JSON strings. Without `\\u` no text has two spellings: llguidance tells the names of properties
 from other keys by the spelling."""
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
+import time
 from collections.abc import Sequence
 
 import numpy as np
@@ -12,6 +14,8 @@ from llguidance import LLMatcher, LLParserLimits
 
 from pelton.errors import EngineError, RequestError
 from pelton.runtime.grammar.compiler import GrammarCompiler
+from pelton.runtime.grammar.forms import write_grammar
+from pelton.runtime.grammar.limits import GrammarLimits
 from pelton.runtime.grammar.mask_filler import MaskFiller
 from pelton.runtime.grammar.matcher import LlguidanceGrammar, LlguidanceMatcher
 from pelton.runtime.grammar.vocabulary import Vocabulary
@@ -26,6 +30,7 @@ IM_START, IM_END = (TOKENIZER.control_token_ids[text] for text in ("<|im_start|>
 EOS = (0, IM_END)  # as a generation_config may name several
 NUM_LOGITS = TOKENIZER.vocab_size + 100
 NUM_WORDS = -(-NUM_LOGITS // 32)
+VOCABULARY = Vocabulary(TOKENIZER, NUM_LOGITS, EOS)
 COMPILER = GrammarCompiler(TOKENIZER, NUM_LOGITS, EOS)
 POINT = {
     "type": "object",
@@ -311,6 +316,16 @@ def test_so_01_forms_that_cannot_be_kept_are_refused(form: StructuredOutput, mes
     with pytest.raises(RequestError, match=f"^{message}") as error:
         COMPILER.compile(form)
     assert str(error.value).startswith(str(error.value.field))
+
+
+@pytest.mark.parametrize("start", ["root ::= ", "start: ", ""])
+@pytest.mark.parametrize("unit", ["[", '"', "/", "\n", " ", "start\n", "[\\", '"\\', "//", "#", "%", "<"])
+def test_so_03_a_long_grammar_is_scanned_in_linear_time(start: str, unit: str) -> None:
+    text = start + unit * ((256 << 10) // len(unit) - 10)
+    begin = time.thread_time()
+    with contextlib.suppress(RequestError):
+        write_grammar(StructuredOutput("grammar", text), VOCABULARY, GrammarLimits())
+    assert time.thread_time() - begin < 2
 
 
 def test_a_model_without_an_end_has_no_forms() -> None:

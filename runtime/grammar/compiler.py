@@ -25,6 +25,9 @@ from .vocabulary import Vocabulary
 if TYPE_CHECKING:
     from ..tokenizer import Tokenizer
 
+MAX_FORCED_BYTES = 8 << 10
+"""Each step makes tokens of all the text that must follow."""
+
 
 class GrammarCompiler:
     """Compiles forms of output for one model; safe for use from many threads.
@@ -126,6 +129,8 @@ class GrammarCompiler:
             # The first mask finds what is too complex, and the copies of the matcher start with what it has made.
             matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
         reason = matcher.get_error() or "; ".join(matcher.get_grammar_warnings())
+        if not reason and len(matcher.compute_ff_bytes()) > MAX_FORCED_BYTES:
+            reason = f"it begins with more than {MAX_FORCED_BYTES} bytes that must follow"
         if not reason and not (mask & ~vocabulary.end_mask).any():
             reason = "it allows no text"
         if reason:

@@ -17,6 +17,7 @@ from .schema import SchemaError, prepare_schema
 from .vocabulary import Vocabulary
 
 MAX_NUM_CHOICES = 10_000
+MAX_CHOICE_BYTES = 8 << 10
 MAX_NUM_RULES = 1000
 _WHITESPACE = r"[\x20\x0A\x0D\x09]{1,8}"
 """Between two tokens of JSON, at most once: a model that likes blanks cannot go on with them for ever."""
@@ -104,6 +105,9 @@ def _choices(output: StructuredOutput) -> Iterator[str]:
         if not choice:
             field = f"{output.field}[{index}]"
             raise RequestError(f"{field}: a choice must not be empty", field=field)
+        if len(choice.encode()) > MAX_CHOICE_BYTES:
+            field = f"{output.field}[{index}]"
+            raise RequestError(f"{field}: a choice of more than {MAX_CHOICE_BYTES} bytes", field=field)
         yield literal_regex(choice)
 
 

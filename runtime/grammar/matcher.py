@@ -77,17 +77,14 @@ class LlguidanceMatcher:
             raise ValueError(f"fewer than {num_tokens} tokens to take back")
 
     def forced(self, max_tokens: int) -> list[int]:
+        if max_tokens < 1 or self.is_finished:
+            return []
+        # One call spells all the text that must follow; a mask before each token would spell it again.
+        spelled = self._raw.compute_ff_tokens()[:max_tokens]
+        self.check()
         tokens: list[int] = []
-        mask = np.empty(self.vocabulary.num_words, np.int32)
-        # Where one token alone may follow, its bytes are the only ones that may: no need for a mask without them.
-        while len(tokens) < max_tokens and not self.is_finished and self._raw.compute_ff_bytes():
-            self.fill(mask)
-            words = np.flatnonzero(mask)
-            if len(words) != 1:
-                break
-            word = int(mask.view(np.uint32)[words[0]])
-            token_id = int(words[0]) * 32 + word.bit_length() - 1
-            if word & (word - 1) or token_id in self.vocabulary.eos_token_ids or not self.accept(token_id):
+        for token_id in spelled:
+            if token_id in self.vocabulary.eos_token_ids or not self.accept(token_id):
                 break
             tokens.append(token_id)
         self.rollback(len(tokens))

@@ -142,6 +142,18 @@ def test_text_that_must_follow_is_forced_as_the_tokenizer_spells_it() -> None:
     assert compiled.start().forced(10) == []
 
 
+def test_so_03_a_long_text_is_spelled_once_for_all_its_forced_tokens() -> None:
+    text = ("hello world " * 700)[:8000]
+    compiled = COMPILER.compile(StructuredOutput("choice", choices=(text,)))
+    matcher = compiled.start()
+    start = time.thread_time()
+    matcher.fill(np.empty(NUM_WORDS, np.int32))
+    one_mask = time.thread_time() - start
+    start = time.thread_time()
+    assert matcher.forced(64) == encode(text)[:64]
+    assert time.thread_time() - start < 12 * one_mask
+
+
 def test_so_05_every_eos_ends_the_output_where_it_may_end_and_nowhere_else() -> None:
     compiled = grammar(POINT)
     text = encode('{"x": 1')
@@ -305,6 +317,14 @@ def test_equal_forms_are_compiled_once_and_the_latest_are_kept() -> None:
         (StructuredOutput("choice", field="c"), "c: between 1 and"),
         (StructuredOutput("choice", choices=("a", ""), field="c"), r"c\[1\]: a choice must not be empty"),
         (StructuredOutput("choice", choices=("\ud800",), field="c"), "c: the text is not valid Unicode"),
+        (
+            StructuredOutput("choice", choices=("a", "b" * 9000), field="c"),
+            r"c\[1\]: a choice of more than 8192",
+        ),
+        (
+            StructuredOutput("regex", "a{9000}", field="r"),
+            "r cannot be compiled: it begins with more than 8192",
+        ),
         (StructuredOutput("tagged", field="tools"), "tools: no tags"),
         (
             StructuredOutput("tagged", tags=(Tag("<", '{"not": {}}', ">"),), field="tools"),

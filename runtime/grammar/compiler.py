@@ -75,6 +75,8 @@ class GrammarCompiler:
         deadline = time.monotonic() + self._limits.deadline_seconds
         with self._lock:
             future = self._kept.get(output)
+            if future is not None and _is_outgrown(future):
+                future = None
             is_new = future is None
             if future is None:
                 future = self._kept[output] = self._threads.submit(self._compile, output, deadline)
@@ -136,6 +138,11 @@ class GrammarCompiler:
         if reason:
             raise _refusal(output, " ".join(reason.split())[:300])
         return LlguidanceGrammar(vocabulary, matcher)
+
+
+def _is_outgrown(future: Future[LlguidanceGrammar]) -> bool:
+    is_compiled = future.done() and not future.cancelled() and future.exception() is None
+    return is_compiled and future.result().is_outgrown
 
 
 def _num_chars(output: StructuredOutput) -> int:

@@ -259,6 +259,53 @@ def test_so_01_a_grammar_that_outgrows_its_limits_ends_a_request_and_nothing_els
         _ = outgrown.is_finished
 
 
+class _Broken:
+    """A matcher that llguidance does not know and that always fails."""
+
+    is_finished = False
+
+    def fill(self, mask: np.ndarray) -> None:
+        raise ValueError("no mask")
+
+    def accept(self, token_id: int) -> bool:
+        return False
+
+    def rollback(self, num_tokens: int) -> None:
+        pass
+
+    def forced(self, max_tokens: int) -> list[int]:
+        return []
+
+
+def test_what_fails_for_one_matcher_is_an_error_of_its_own() -> None:
+    shared, sound = grammar(POINT).start(), grammar(POINT).start()
+    filler = MaskFiller(NUM_LOGITS, num_threads=2)
+    # llguidance refuses a matcher that stands twice, and with it the whole call.
+    results = filler.submit([(shared, []), (_Broken(), []), (shared, []), (sound, encode("{"))]).result()
+    filler.close()
+    assert [result.error is None for result in results] == [True, False, True, True]
+    assert "no mask" in str(results[1].error)
+    np.testing.assert_array_equal(results[3].rows[0], mask(sound))
+
+
+def test_so_01_a_form_that_one_output_outgrew_is_compiled_anew() -> None:
+    """Copies share the lexer, so its limit once reached would end every later output of the form."""
+    text = json.dumps({"grammars": [{"lark_grammar": "start: /([a-z]*[aeiou][a-z]{12}){2,}x/"}]})
+    limits = LLParserLimits(max_lexer_states=60)
+    compiled = LlguidanceGrammar(VOCABULARY, LLMatcher(VOCABULARY.table, text, log_level=0, limits=limits))
+    assert not compiled.is_outgrown
+    matcher, rng = compiled.start(), random.Random(3)
+
+    def go_on() -> None:
+        for _ in range(60):
+            matcher.accept(rng.choice(encode("abcdefghijklmnopqrstuvwxyz")))
+            mask(matcher)
+
+    with pytest.raises(EngineError):
+        go_on()
+    assert compiled.is_outgrown
+
+
 def test_masks_of_a_step_are_filled_with_their_drafts() -> None:
     rng = random.Random(5)
     asks: list[tuple[LlguidanceMatcher, list[int]]] = []

@@ -182,7 +182,7 @@ def can_end(root: Schema, definitions: Mapping[str, Schema]) -> bool:
     while True:
         size = len(finite)
         # What is found counts at once, and most definitions stand behind those that refer to them.
-        for name, schema in reversed(definitions.items()):
+        for name, schema in reversed(list(definitions.items())):
             if name not in finite and _is_finite(schema, finite):
                 finite.add(name)
         if len(finite) == size:

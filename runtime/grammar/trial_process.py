@@ -19,7 +19,10 @@ import llguidance
 MAX_MEMORY_BYTES = 2 << 30
 STACK_BYTES = 2 << 20
 MAX_LEXER_STATES = 50_000
-"""Of one sequence; each takes one to two kB."""
+"""Of one compiled form, all its sequences together; each takes one to two kB."""
+
+MAX_STEP_ITEMS = 10_000
+"""Of the parser, to compute one mask: a fifth of what llguidance takes by itself."""
 
 
 class _Bytes(llguidance.TokenizerWrapper):
@@ -37,7 +40,11 @@ class _Bytes(llguidance.TokenizerWrapper):
 
 
 def parser_limits() -> llguidance.LLParserLimits:
-    return llguidance.LLParserLimits(verbose_errors=False, max_lexer_states=MAX_LEXER_STATES)
+    return llguidance.LLParserLimits(
+        verbose_errors=False,
+        max_lexer_states=MAX_LEXER_STATES,
+        step_max_items=MAX_STEP_ITEMS,
+    )
 
 
 def _serve(lines: queue.SimpleQueue[str]) -> None:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 from llguidance import LLMatcher
 
-from ...errors import RequestError
+from ...errors import OverloadedError, RequestError
 from ..structured import StructuredOutput
 from .forms import write_grammar
 from .limits import GrammarLimits
@@ -23,14 +25,17 @@ from .vocabulary import Vocabulary
 if TYPE_CHECKING:
     from ..tokenizer import Tokenizer
 
+MAX_FORCED_BYTES = 8 << 10
+"""Each step makes tokens of all the text that must follow."""
+
 
 class GrammarCompiler:
     """Compiles forms of output for one model; safe for use from many threads.
 
     `vocab_size` is the width of the model's logits. Equal forms are compiled once, also when two threads ask at the
-    same time, and the latest are kept. The work is done in threads of its own, which hold the interpreter for no
-    longer than some milliseconds at a time: llguidance compiles without it. A process of its own compiles first, on
-    trial (`trial.py`).
+    same time, and the latest are kept. The work is done in threads of its own: reading a form is Python, which lets
+    other threads in between, and llguidance compiles without the interpreter. A process of its own compiles first,
+    on trial (`trial.py`).
     """
 
     def __init__(
@@ -60,28 +65,47 @@ class GrammarCompiler:
             self._get_vocabulary()
 
     def compile(self, output: StructuredOutput) -> LlguidanceGrammar:
-        """Raises `RequestError` naming the field and, in a schema, the place: `field/properties/a/type`."""
+        """Raises `RequestError` naming the field and, in a schema, the place (`field/properties/a/type`);
+        `OverloadedError` if its turn did not come in time.
+        """
         if not self._eos_token_ids:
             raise RequestError(
                 f"{output.field}: the model has no token that ends its output", field=output.field
             )
+        deadline = time.monotonic() + self._limits.deadline_seconds
         with self._lock:
             future = self._kept.get(output)
+            if future is not None and _is_outgrown(future):
+                future = None
+            is_new = future is None
             if future is None:
-                future = self._kept[output] = self._threads.submit(self._compile, output)
+                future = self._kept[output] = self._threads.submit(self._compile, output, deadline)
             self._kept.move_to_end(output)
-            while len(self._kept) > self._limits.num_kept:
-                self._kept.popitem(last=False)
+            self._drop_oldest()
+        if is_new:
+            future.add_done_callback(partial(self._drop_failed, output))
         try:
-            return future.result(self._limits.deadline_seconds)
+            return future.result(max(0.0, deadline - time.monotonic()))
         except TimeoutError:
+            if future.cancel():
+                raise _busy() from None
             reason = f"it takes longer than {self._limits.deadline_seconds:g} s; make it simpler"
             raise _refusal(output, reason, is_late=True) from None
-        except RequestError:
+        except CancelledError:
+            raise _busy() from None
+
+    def _drop_oldest(self) -> None:
+        limits = self._limits
+        while len(self._kept) > 1 and (
+            len(self._kept) > limits.num_kept or sum(map(_num_chars, self._kept)) > limits.max_kept_chars
+        ):
+            self._kept.popitem(last=False)
+
+    def _drop_failed(self, output: StructuredOutput, future: Future[LlguidanceGrammar]) -> None:
+        if future.cancelled() or future.exception() is not None:
             with self._lock:
                 if self._kept.get(output) is future:
                     del self._kept[output]
-            raise
 
     def close(self) -> None:
         """Let go of threads and process; nothing may be compiled any more."""
@@ -94,11 +118,11 @@ class GrammarCompiler:
                 self._vocabulary = Vocabulary(self._tokenizer, self._vocab_size, self._eos_token_ids)
             return self._vocabulary
 
-    def _compile(self, output: StructuredOutput) -> LlguidanceGrammar:
+    def _compile(self, output: StructuredOutput, deadline: float) -> LlguidanceGrammar:
         vocabulary = self._get_vocabulary()
         text = write_grammar(output, vocabulary, self._limits)
         try:
-            self._trial.check(text, self._limits.deadline_seconds)
+            self._trial.check(text, deadline)
         except TrialError as error:
             raise _refusal(output, str(error), is_late=error.is_late) from None
         matcher = LLMatcher(vocabulary.table, text, log_level=0, limits=parser_limits())
@@ -107,11 +131,27 @@ class GrammarCompiler:
             # The first mask finds what is too complex, and the copies of the matcher start with what it has made.
             matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
         reason = matcher.get_error() or "; ".join(matcher.get_grammar_warnings())
+        if not reason and len(matcher.compute_ff_bytes()) > MAX_FORCED_BYTES:
+            reason = f"it begins with more than {MAX_FORCED_BYTES} bytes that must follow"
         if not reason and not (mask & ~vocabulary.end_mask).any():
             reason = "it allows no text"
         if reason:
             raise _refusal(output, " ".join(reason.split())[:300])
         return LlguidanceGrammar(vocabulary, matcher)
+
+
+def _is_outgrown(future: Future[LlguidanceGrammar]) -> bool:
+    is_compiled = future.done() and not future.cancelled() and future.exception() is None
+    return is_compiled and future.result().is_outgrown
+
+
+def _num_chars(output: StructuredOutput) -> int:
+    tags = sum(len(tag.begin) + len(tag.schema) + len(tag.end) for tag in output.tags)
+    return len(output.source) + len(output.separator) + sum(map(len, output.choices)) + tags
+
+
+def _busy() -> OverloadedError:
+    return OverloadedError("too many forms of output are waiting to be compiled; try again later")
 
 
 def _refusal(output: StructuredOutput, reason: str, *, is_late: bool = False) -> RequestError:

@@ -17,14 +17,25 @@ from .schema import SchemaError, prepare_schema
 from .vocabulary import Vocabulary
 
 MAX_NUM_CHOICES = 10_000
+MAX_CHOICE_BYTES = 8 << 10
 MAX_NUM_RULES = 1000
 _WHITESPACE = r"[\x20\x0A\x0D\x09]{1,8}"
 """Between two tokens of JSON, at most once: a model that likes blanks cannot go on with them for ever."""
 
-_IS_LARK = re.compile(r"^\s*\??start\s*:(?!:)", re.MULTILINE)
+_ESCAPES = 'nrbtf\\"'
+"""Behind a backslash in JSON strings. Without `\\u` no text has two spellings: llguidance tells the names of properties
+from other keys by the spelling."""
+
+# Possessive, and to the end of the line where nothing closes: every character of a long text is looked at once.
+_IS_LARK = re.compile(r"^[^\S\n]*+\??start\s*+:(?!:)", re.MULTILINE)
 # What Lark text can hold besides the names, operators and numbers of a grammar.
-_LARK_QUOTED = re.compile(r'"(?:[^"\\\n]|\\.)*"i?|/(?![/*])(?:[^/\\\n]|\\.)+/[imslux]*|//[^\n]*|#[^\n]*')
-_EBNF_QUOTED = re.compile(r'"(?:[^"\\\n]|\\.)*"|\[(?:[^\]\\\n]|\\.)*\]|#[^\n]*')
+_LARK_QUOTED = re.compile(
+    r'"(?:[^"\\\n]|\\.)*+(?:"i?|\\?$)|/(?![/*])(?:[^/\\\n]|\\.)++(?:/[imslux]*+|\\?$)|//[^\n]*+|#[^\n]*+',
+    re.MULTILINE,
+)
+_EBNF_QUOTED = re.compile(
+    r'"(?:[^"\\\n]|\\.)*+(?:"|\\?$)|\[(?:[^\]\\\n]|\\.)*+(?:\]|\\?$)|#[^\n]*+', re.MULTILINE
+)
 _LARK_REFUSED = re.compile(r"%(?!ignore\b)\w+|@\w+|<")
 
 
@@ -80,7 +91,8 @@ def _schema(source: str, field: str, limits: GrammarLimits) -> dict[str, object]
     except SchemaError as error:
         at = field + error.pointer
         raise RequestError(f"{at}: {error}", field=at, code="invalid_schema") from None
-    return {**schema, "x-guidance": {"whitespace_pattern": _WHITESPACE}}
+    options = {"whitespace_pattern": _WHITESPACE, "json_allowed_escapes": _ESCAPES}
+    return {**schema, "x-guidance": options}
 
 
 def _choices(output: StructuredOutput) -> Iterator[str]:
@@ -93,6 +105,9 @@ def _choices(output: StructuredOutput) -> Iterator[str]:
         if not choice:
             field = f"{output.field}[{index}]"
             raise RequestError(f"{field}: a choice must not be empty", field=field)
+        if len(choice.encode()) > MAX_CHOICE_BYTES:
+            field = f"{output.field}[{index}]"
+            raise RequestError(f"{field}: a choice of more than {MAX_CHOICE_BYTES} bytes", field=field)
         yield literal_regex(choice)
 
 

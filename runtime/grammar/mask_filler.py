@@ -55,44 +55,58 @@ class MaskFiller:
 
     def _fill(self, asks: list[tuple[Matcher, Sequence[int]]]) -> list[MaskRows]:
         masks = np.empty((sum(len(draft) + 1 for _, draft in asks), self._num_words), np.int32)
-        results: list[MaskRows] = []
+        rows: list[np.ndarray] = []
+        raws: list[LLMatcher | None] = []
         plain: list[tuple[LLMatcher, int]] = []
         drafted: list[tuple[LLMatcher, int, list[int]]] = []
         start = 0
         for matcher, draft in asks:
-            rows = masks[start : start + len(draft) + 1]
+            rows.append(masks[start : start + len(draft) + 1])
             raw = matcher.raw_for(draft) if isinstance(matcher, LlguidanceMatcher) else None
-            if raw is None:
-                results.append(_fill_rows(matcher, draft, rows))
-            else:
-                results.append(MaskRows(rows))
-                if draft:
-                    drafted.append((raw, start, list(draft)))
-                else:
-                    plain.append((raw, start))
-            start += len(rows)
+            if raw is not None and draft:
+                # Errors stay with a matcher, and a draft that outgrows the limits is no text of its sequence.
+                raw = raw.deep_copy()
+                drafted.append((raw, start, list(draft)))
+            elif raw is not None:
+                plain.append((raw, start))
+            raws.append(raw)
+            start += len(rows[-1])
+        is_filled = self._execute(plain, drafted, masks)
+        return [
+            _fill_rows(matcher, draft, own)
+            if raw is None
+            else _without_refused(draft, own)
+            if is_filled and not raw.is_error()
+            else _fill_rows(matcher, (), own)
+            for (matcher, draft), raw, own in zip(asks, raws, rows, strict=True)
+        ]
+
+    def _execute(
+        self,
+        plain: list[tuple[LLMatcher, int]],
+        drafted: list[tuple[LLMatcher, int, list[int]]],
+        masks: np.ndarray,
+    ) -> bool:
+        """Whether llguidance filled `masks`; what fails for one matcher fails for all, which then go one by one."""
         size = masks.strides[0] if len(masks) else 0
-        if plain:
-            self._executor.unsafe_compute_mask_ptr(plain, masks.ctypes.data, size, len(masks))
-        if drafted:
-            self._executor.unsafe_compute_mask_ptr_with_draft_token(
-                drafted, masks.ctypes.data, size, len(masks)
-            )
-        return [_checked(result, *ask) for result, ask in zip(results, asks, strict=True)]
+        try:
+            if plain:
+                self._executor.unsafe_compute_mask_ptr(plain, masks.ctypes.data, size, len(masks))
+            if drafted:
+                self._executor.unsafe_compute_mask_ptr_with_draft_token(
+                    drafted, masks.ctypes.data, size, len(masks)
+                )
+        except Exception:  # of whatever kind: the sequences that are not at fault go on
+            return False
+        return True
 
 
-def _checked(result: MaskRows, matcher: Matcher, draft: Sequence[int]) -> MaskRows:
+def _without_refused(draft: Sequence[int], rows: np.ndarray) -> MaskRows:
     """Without the rows behind a token that the row before it leaves out."""
-    if result.error is not None or not isinstance(matcher, LlguidanceMatcher):
-        return result
-    try:
-        matcher.check()
-    except EngineError as error:
-        return MaskRows(result.rows[:0], error)
     num_accepted = 0
-    while num_accepted < len(result.rows) - 1 and _allows(result.rows[num_accepted], draft[num_accepted]):
+    while num_accepted < len(rows) - 1 and _allows(rows[num_accepted], draft[num_accepted]):
         num_accepted += 1
-    return MaskRows(result.rows[: num_accepted + 1])
+    return MaskRows(rows[: num_accepted + 1])
 
 
 def _allows(row: np.ndarray, token_id: int) -> bool:
@@ -114,4 +128,6 @@ def _fill_rows(matcher: Matcher, draft: Sequence[int], rows: np.ndarray) -> Mask
         matcher.rollback(num_accepted)
     except EngineError as error:
         return MaskRows(rows[:0], error)
+    except Exception as error:  # of this sequence alone
+        return MaskRows(rows[:0], EngineError(f"the form of the output cannot be kept: {error}"))
     return MaskRows(rows[: num_accepted + 1])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 
 import numpy as np
@@ -17,10 +18,16 @@ class LlguidanceGrammar:
     def __init__(self, vocabulary: Vocabulary, template: LLMatcher) -> None:
         self._vocabulary = vocabulary
         self._template = template
+        self._outgrown = threading.Event()
+
+    @property
+    def is_outgrown(self) -> bool:
+        """Whether an output reached the limits: copies share the lexer, so others may reach them at once."""
+        return self._outgrown.is_set()
 
     def start(self, token_ids: Sequence[int] = ()) -> LlguidanceMatcher:
         """Raises `EngineError` if `token_ids` are none that this grammar allows."""
-        matcher = LlguidanceMatcher(self._vocabulary, self._template.deep_copy())
+        matcher = LlguidanceMatcher(self._vocabulary, self._template.deep_copy(), self._outgrown)
         for position, token_id in enumerate(token_ids):
             if not matcher.accept(token_id):
                 raise EngineError(f"token {position} of the output, {token_id}, is none that its form allows")
@@ -30,8 +37,9 @@ class LlguidanceGrammar:
 class LlguidanceMatcher:
     """A `Matcher`. Every method raises `EngineError` once the grammar has outgrown its limits."""
 
-    def __init__(self, vocabulary: Vocabulary, matcher: LLMatcher) -> None:
+    def __init__(self, vocabulary: Vocabulary, matcher: LLMatcher, outgrown: threading.Event) -> None:
         self.vocabulary = vocabulary
+        self._outgrown = outgrown
         self._raw = matcher
         self._num_ends = 0  # tokens that end a turn, accepted at the end
 
@@ -77,17 +85,14 @@ class LlguidanceMatcher:
             raise ValueError(f"fewer than {num_tokens} tokens to take back")
 
     def forced(self, max_tokens: int) -> list[int]:
+        if max_tokens < 1 or self.is_finished:
+            return []
+        # One call spells all the text that must follow; a mask before each token would spell it again.
+        spelled = self._raw.compute_ff_tokens()[:max_tokens]
+        self.check()
         tokens: list[int] = []
-        mask = np.empty(self.vocabulary.num_words, np.int32)
-        # Where one token alone may follow, its bytes are the only ones that may: no need for a mask without them.
-        while len(tokens) < max_tokens and not self.is_finished and self._raw.compute_ff_bytes():
-            self.fill(mask)
-            words = np.flatnonzero(mask)
-            if len(words) != 1:
-                break
-            word = int(mask.view(np.uint32)[words[0]])
-            token_id = int(words[0]) * 32 + word.bit_length() - 1
-            if word & (word - 1) or token_id in self.vocabulary.eos_token_ids or not self.accept(token_id):
+        for token_id in spelled:
+            if token_id in self.vocabulary.eos_token_ids or not self.accept(token_id):
                 break
             tokens.append(token_id)
         self.rollback(len(tokens))
@@ -103,6 +108,7 @@ class LlguidanceMatcher:
     def check(self) -> None:
         """Raise `EngineError` if llguidance has given up."""
         if self._raw.is_error():
+            self._outgrown.set()
             raise EngineError(
                 f"the form of the output outgrew what a step may compute: {_first_line(self._raw.get_error())}; "
                 "make the schema or grammar simpler"

@@ -122,8 +122,9 @@ class _Reader:
         if match is not None:
             self._at = match.end()
             low, comma, high = match.groups()
-            counts = [int(count) for count in (low, high) if count]
-            if len(match[0]) > 16 or max(counts) > MAX_REPEAT or counts[-1] < counts[0]:
+            # A number of thousands of digits is none that `int` reads.
+            counts = [int(count) for count in (low, high) if count] if len(match[0]) <= 16 else []
+            if not counts or max(counts) > MAX_REPEAT or counts[-1] < counts[0]:
                 raise self._error(
                     f"the repetition {match[0][:16]!r} (0 to {MAX_REPEAT}, the lower number first)"
                 )

@@ -1,4 +1,5 @@
-"""The process of `trial.py`: reads grammars, a JSON string per line, and answers each with why it cannot be compiled.
+"""The process of `trial.py`: says that it is ready, then reads grammars, a JSON string per line, and answers each with
+why it cannot be compiled. It ends with its input, and so with the process that started it.
 
 Run as a script, it imports nothing of the package. Its stack and memory are smaller than those of the threads that
 compile for good, so that what passes here passes there.
@@ -7,6 +8,8 @@ compile for good, so that what passes here passes there.
 from __future__ import annotations
 
 import json
+import os
+import queue
 import resource
 import sys
 import threading
@@ -16,7 +19,10 @@ import llguidance
 MAX_MEMORY_BYTES = 2 << 30
 STACK_BYTES = 2 << 20
 MAX_LEXER_STATES = 50_000
-"""Of one sequence; each takes one to two kB."""
+"""Of one compiled form, all its sequences together; each takes one to two kB."""
+
+MAX_STEP_ITEMS = 10_000
+"""Of the parser, to compute one mask: a fifth of what llguidance takes by itself."""
 
 
 class _Bytes(llguidance.TokenizerWrapper):
@@ -34,12 +40,18 @@ class _Bytes(llguidance.TokenizerWrapper):
 
 
 def parser_limits() -> llguidance.LLParserLimits:
-    return llguidance.LLParserLimits(verbose_errors=False, max_lexer_states=MAX_LEXER_STATES)
+    return llguidance.LLParserLimits(
+        verbose_errors=False,
+        max_lexer_states=MAX_LEXER_STATES,
+        step_max_items=MAX_STEP_ITEMS,
+    )
 
 
-def _serve() -> None:
+def _serve(lines: queue.SimpleQueue[str]) -> None:
     table = llguidance.LLTokenizer(_Bytes())
-    for line in sys.stdin:
+    print(flush=True)
+    while True:
+        line = lines.get()
         matcher = llguidance.LLMatcher(table, json.loads(line), log_level=0, limits=parser_limits())
         if not matcher.is_error():
             matcher.compute_bitmask()
@@ -50,6 +62,8 @@ if __name__ == "__main__":
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
     threading.stack_size(STACK_BYTES)
-    thread = threading.Thread(target=_serve, daemon=True)
-    thread.start()
-    thread.join()
+    pending: queue.SimpleQueue[str] = queue.SimpleQueue()
+    threading.Thread(target=_serve, args=(pending,), daemon=True).start()
+    for text in sys.stdin:
+        pending.put(text)
+    os._exit(0)  # also while something is being compiled

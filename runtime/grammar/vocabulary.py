@@ -63,8 +63,9 @@ class _Table(llguidance.TokenizerWrapper):
         self._tokenizer = tokenizer
         self._special = special_token_ids
         controls = sorted(tokenizer.control_token_ids, key=len, reverse=True)
+        # Without control tokens a pattern that is found nowhere.
         self._inside_control = re.compile(
-            "|".join(f"(?<={re.escape(t[0])})(?={re.escape(t[1:])})" for t in controls)
+            "|".join(f"(?<={re.escape(t[0])})(?={re.escape(t[1:])})" for t in controls) or "(?!)"
         )
         self._byte_ids = {
             token[0]: token_id

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
+import time
 from collections.abc import Sequence
 
 import numpy as np
@@ -12,6 +14,8 @@ from llguidance import LLMatcher, LLParserLimits
 
 from pelton.errors import EngineError, RequestError
 from pelton.runtime.grammar.compiler import GrammarCompiler
+from pelton.runtime.grammar.forms import write_grammar
+from pelton.runtime.grammar.limits import GrammarLimits
 from pelton.runtime.grammar.mask_filler import MaskFiller
 from pelton.runtime.grammar.matcher import LlguidanceGrammar, LlguidanceMatcher
 from pelton.runtime.grammar.vocabulary import Vocabulary
@@ -26,6 +30,7 @@ IM_START, IM_END = (TOKENIZER.control_token_ids[text] for text in ("<|im_start|>
 EOS = (0, IM_END)  # as a generation_config may name several
 NUM_LOGITS = TOKENIZER.vocab_size + 100
 NUM_WORDS = -(-NUM_LOGITS // 32)
+VOCABULARY = Vocabulary(TOKENIZER, NUM_LOGITS, EOS)
 COMPILER = GrammarCompiler(TOKENIZER, NUM_LOGITS, EOS)
 POINT = {
     "type": "object",
@@ -137,6 +142,18 @@ def test_text_that_must_follow_is_forced_as_the_tokenizer_spells_it() -> None:
     assert compiled.start().forced(10) == []
 
 
+def test_so_03_a_long_text_is_spelled_once_for_all_its_forced_tokens() -> None:
+    text = ("hello world " * 700)[:8000]
+    compiled = COMPILER.compile(StructuredOutput("choice", choices=(text,)))
+    matcher = compiled.start()
+    start = time.thread_time()
+    matcher.fill(np.empty(NUM_WORDS, np.int32))
+    one_mask = time.thread_time() - start
+    start = time.thread_time()
+    assert matcher.forced(64) == encode(text)[:64]
+    assert time.thread_time() - start < 12 * one_mask
+
+
 def test_so_05_every_eos_ends_the_output_where_it_may_end_and_nowhere_else() -> None:
     compiled = grammar(POINT)
     text = encode('{"x": 1')
@@ -242,6 +259,53 @@ def test_so_01_a_grammar_that_outgrows_its_limits_ends_a_request_and_nothing_els
         _ = outgrown.is_finished
 
 
+class _Broken:
+    """A matcher that llguidance does not know and that always fails."""
+
+    is_finished = False
+
+    def fill(self, mask: np.ndarray) -> None:
+        raise ValueError("no mask")
+
+    def accept(self, token_id: int) -> bool:
+        return False
+
+    def rollback(self, num_tokens: int) -> None:
+        pass
+
+    def forced(self, max_tokens: int) -> list[int]:
+        return []
+
+
+def test_what_fails_for_one_matcher_is_an_error_of_its_own() -> None:
+    shared, sound = grammar(POINT).start(), grammar(POINT).start()
+    filler = MaskFiller(NUM_LOGITS, num_threads=2)
+    # llguidance refuses a matcher that stands twice, and with it the whole call.
+    results = filler.submit([(shared, []), (_Broken(), []), (shared, []), (sound, encode("{"))]).result()
+    filler.close()
+    assert [result.error is None for result in results] == [True, False, True, True]
+    assert "no mask" in str(results[1].error)
+    np.testing.assert_array_equal(results[3].rows[0], mask(sound))
+
+
+def test_so_01_a_form_that_one_output_outgrew_is_compiled_anew() -> None:
+    """Copies share the lexer, so its limit once reached would end every later output of the form."""
+    text = json.dumps({"grammars": [{"lark_grammar": "start: /([a-z]*[aeiou][a-z]{12}){2,}x/"}]})
+    limits = LLParserLimits(max_lexer_states=60)
+    compiled = LlguidanceGrammar(VOCABULARY, LLMatcher(VOCABULARY.table, text, log_level=0, limits=limits))
+    assert not compiled.is_outgrown
+    matcher, rng = compiled.start(), random.Random(3)
+
+    def go_on() -> None:
+        for _ in range(60):
+            matcher.accept(rng.choice(encode("abcdefghijklmnopqrstuvwxyz")))
+            mask(matcher)
+
+    with pytest.raises(EngineError):
+        go_on()
+    assert compiled.is_outgrown
+
+
 def test_masks_of_a_step_are_filled_with_their_drafts() -> None:
     rng = random.Random(5)
     asks: list[tuple[LlguidanceMatcher, list[int]]] = []
@@ -300,6 +364,14 @@ def test_equal_forms_are_compiled_once_and_the_latest_are_kept() -> None:
         (StructuredOutput("choice", field="c"), "c: between 1 and"),
         (StructuredOutput("choice", choices=("a", ""), field="c"), r"c\[1\]: a choice must not be empty"),
         (StructuredOutput("choice", choices=("\ud800",), field="c"), "c: the text is not valid Unicode"),
+        (
+            StructuredOutput("choice", choices=("a", "b" * 9000), field="c"),
+            r"c\[1\]: a choice of more than 8192",
+        ),
+        (
+            StructuredOutput("regex", "a{9000}", field="r"),
+            "r cannot be compiled: it begins with more than 8192",
+        ),
         (StructuredOutput("tagged", field="tools"), "tools: no tags"),
         (
             StructuredOutput("tagged", tags=(Tag("<", '{"not": {}}', ">"),), field="tools"),
@@ -311,6 +383,16 @@ def test_so_01_forms_that_cannot_be_kept_are_refused(form: StructuredOutput, mes
     with pytest.raises(RequestError, match=f"^{message}") as error:
         COMPILER.compile(form)
     assert str(error.value).startswith(str(error.value.field))
+
+
+@pytest.mark.parametrize("start", ["root ::= ", "start: ", ""])
+@pytest.mark.parametrize("unit", ["[", '"', "/", "\n", " ", "start\n", "[\\", '"\\', "//", "#", "%", "<"])
+def test_so_03_a_long_grammar_is_scanned_in_linear_time(start: str, unit: str) -> None:
+    text = start + unit * ((256 << 10) // len(unit) - 10)
+    begin = time.thread_time()
+    with contextlib.suppress(RequestError):
+        write_grammar(StructuredOutput("grammar", text), VOCABULARY, GrammarLimits())
+    assert time.thread_time() - begin < 2
 
 
 def test_a_model_without_an_end_has_no_forms() -> None:

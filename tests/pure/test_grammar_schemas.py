@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
+import time
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from typing import Any
 
 import pytest
 from jsonschema import Draft202012Validator
 
-from pelton.errors import RequestError
+from pelton.errors import OverloadedError, RequestError
 from pelton.runtime.grammar.compiler import GrammarCompiler
 from pelton.runtime.grammar.limits import GrammarLimits
+from pelton.runtime.grammar.schema import prepare_schema
 from pelton.runtime.structured import StructuredOutput
 from pelton.runtime.tokenizer import Tokenizer
 from support.constrained import walk
@@ -29,7 +33,7 @@ def vocabulary(kind: str) -> tuple[Tokenizer, GrammarCompiler]:
     return tokenizer, GrammarCompiler(tokenizer, tokenizer.vocab_size + NUM_PADDING)
 
 
-def draw(output: StructuredOutput, seed: int, kind: str = "byte-level") -> str:
+def draw(output: StructuredOutput, seed: int, kind: str = "byte-level", liked: bytes = b"") -> str:
     tokenizer, compiler = vocabulary(kind)
     rng = random.Random(seed)
     token_ids = walk(
@@ -38,6 +42,7 @@ def draw(output: StructuredOutput, seed: int, kind: str = "byte-level") -> str:
         tokenizer.vocab_size + NUM_PADDING,
         rng,
         num_free=rng.choice((0, 5, 30)),
+        liked=liked,
     )
     return tokenizer.decode(token_ids, skip_special_tokens=False, is_continuation=True)
 
@@ -60,6 +65,41 @@ def test_so_04_every_output_is_valid(name: str) -> None:
     for seed in range(NUM_WALKS):
         text = draw(form(SCHEMAS[name]), seed, kind)
         validator.validate(json.loads(text))
+
+
+_INTEGER = {"type": "integer"}
+_KINDS = [{"type": "object", "properties": {"k": {"const": k}}, "required": ["k"]} for k in "xy"]
+
+
+@pytest.mark.parametrize(
+    ("schema", "text"),
+    [
+        ({"properties": {"a": _INTEGER}}, r'{"\u0061":"x"}'),
+        ({"properties": {"é": _INTEGER}}, r'{"\u00e9":"x"}'),
+        ({"properties": {"\n": _INTEGER}}, r'{"\u000a":"x"}'),
+        (
+            {"patternProperties": {"^x": _INTEGER}, "additionalProperties": {"type": "null"}},
+            r'{"\u0078":null}',
+        ),
+        ({"oneOf": _KINDS}, r'{"k":"x","\u006b":"y"}'),
+    ],
+)
+def test_so_04_an_escape_makes_no_other_name(schema: dict[str, Any], text: str) -> None:
+    """A key is told from the names of properties by its spelling, so each has one."""
+    tokenizer, compiler = vocabulary("byte-level")
+    compiled = compiler.compile(form({"type": "object", **schema}))
+    matcher = compiled.start()
+    assert not all(map(matcher.accept, tokenizer.encode(text, add_special_tokens=False)))
+    validator = Draft202012Validator(schema)
+    for seed in range(20):
+        validator.validate(json.loads(draw(form({"type": "object", **schema}), seed, liked=b"\\")))
+
+
+def test_so_04_an_open_object_stays_open() -> None:
+    tokenizer, compiler = vocabulary("byte-level")
+    matcher = compiler.compile(form({"type": "object", "properties": {"a": _INTEGER}})).start()
+    assert all(map(matcher.accept, tokenizer.encode('{"b":"é\\n"}', add_special_tokens=False)))
+    assert matcher.is_finished
 
 
 @pytest.mark.parametrize(
@@ -92,6 +132,15 @@ def test_so_04_every_output_is_valid(name: str) -> None:
         ({"exclusiveMinimum": True, "minimum": 3}, "/exclusiveMinimum"),
         ({"maximum": 1e300}, "/maximum"),
         ({"multipleOf": 0}, "/multipleOf"),
+        ({"multipleOf": 0.1}, "/multipleOf"),
+        ({"type": {}}, "/type"),
+        ({"type": [[]]}, "/type"),
+        ({"format": []}, "/format"),
+        ({"format": {}}, "/format"),
+        ({"$ref": []}, "/$ref"),
+        ({"$ref": "#/allOf/" + "1" * 5000, "allOf": [{}]}, "/$ref"),
+        ({"$ref": "#" + "/a" * 5000}, "/$ref"),
+        ({"pattern": "a{" + "1" * 5000 + "}"}, "/pattern"),
         ({"enum": []}, "/enum"),
         ({"enum": [1, {"a": 2**60}]}, "/enum/1/a"),
         ({"required": "a"}, "/required"),
@@ -117,6 +166,67 @@ def test_so_01_a_schema_that_cannot_be_kept_is_refused_by_its_place(schema: obje
     error = refusal(schema)
     assert error.field == f"schema{at}"
     assert str(error).startswith(error.field)
+
+
+def test_so_01_the_place_of_a_long_name_is_cut() -> None:
+    schema = {"properties": {"k" * 100_000: {"properties": {f"p{i}": {} for i in range(1000)} | {"": 3}}}}
+    error = refusal(schema)
+    assert error.field is not None
+    assert error.field.startswith("schema/properties/kkk")
+    assert len(error.field) <= len("schema") + 300
+    assert len(str(error)) < 1000
+
+
+def test_so_04_patterns_of_keys_that_mean_the_same_both_hold() -> None:
+    tokenizer, compiler = vocabulary("byte-level")
+    patterns = {r"^\d$": {"type": "integer"}, "^[0-9]$": {"minimum": 5}}
+    compiled = compiler.compile(form({"type": "object", "patternProperties": patterns}))
+    for text, is_valid in (('{"1":7}', True), ('{"1":3}', False), ('{"1":"x"}', False)):
+        matcher = compiled.start()
+        assert all(map(matcher.accept, tokenizer.encode(text, add_special_tokens=False))) == is_valid
+
+
+def crossed(size: int) -> dict[str, Any]:
+    names = [f"p{i}" for i in range(size)]
+    one, other = (
+        {
+            "type": "object",
+            "properties": {key: {"$ref": f"#/$defs/{name}"} for key in names},
+            "required": names,
+        }
+        for name in "de"
+    )
+    return {"oneOf": [{"$ref": "#/$defs/d"}, {"$ref": "#/$defs/e"}], "$defs": {"d": one, "e": other}}
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        crossed(8),
+        crossed(60),
+        crossed(1000),
+        {"oneOf": [{"type": "object", "minProperties": i % 2} for i in range(3000)]},
+        {"oneOf": [{"allOf": [{"anyOf": [{"const": i}]}]} for i in range(2000)]},
+    ],
+)
+def test_so_03_alternatives_that_take_too_long_to_compare_are_refused(schema: dict[str, Any]) -> None:
+    start = time.process_time()
+    error = refusal(schema)
+    assert time.process_time() - start < 3
+    assert str(error.field).startswith("schema/oneOf")
+
+
+def test_so_03_many_alternatives_with_a_value_of_their_own_are_told_apart_at_once() -> None:
+    kinds = [
+        {"type": "object", "properties": {"k": {"const": k}, "v": _INTEGER}, "required": ["v", "k"]}
+        for k in range(1000)
+    ]
+    for options in (kinds, [{"const": value} for value in range(5000)], [*kinds[:300], *range(300)]):
+        schemas = [option if isinstance(option, dict) else {"const": option} for option in options]
+        start = time.process_time()
+        prepare_schema({"oneOf": schemas}, max_depth=64)
+        assert time.process_time() - start < 1
+        assert refusal({"oneOf": [*schemas, schemas[7]]}).field == f"schema/oneOf/{len(schemas)}"
 
 
 @pytest.mark.parametrize("text", ["{", "", "{]", '{"a": 1, "a": 2}', "NaN", '{"enum": [1e999]}', '"\\ud800"'])
@@ -154,12 +264,23 @@ def test_so_03_depth_and_size_are_bounded() -> None:
     assert "bytes" in str(refusal({"description": "x" * 2_000_000}))
 
 
-def test_so_03_what_takes_too_long_is_refused() -> None:
+def test_so_03_a_form_that_waits_for_others_is_not_at_fault() -> None:
     tokenizer, _ = vocabulary("byte-level")
-    compiler = GrammarCompiler(tokenizer, tokenizer.vocab_size, limits=GrammarLimits(deadline_seconds=1e-6))
-    with pytest.raises(RequestError) as error:
-        compiler.compile(form(chosen(8)))
+    compiler = GrammarCompiler(
+        tokenizer, tokenizer.vocab_size, limits=GrammarLimits(deadline_seconds=1.0, num_threads=1)
+    )
+    compiler.warm_up()
+    endless = form({"allOf": [{"pattern": f"a{i}.*b"} for i in range(40)]})
+    simple = form({"type": "integer"})
+    with ThreadPoolExecutor(1) as other:
+        refused = other.submit(compiler.compile, endless)
+        time.sleep(0.3)
+        with contextlib.suppress(OverloadedError):
+            compiler.compile(simple)
+        with pytest.raises(RequestError) as error:
+            refused.result()
     assert error.value.code == "grammar_too_complex"
+    assert compiler.compile(simple)
     compiler.close()
 
 
@@ -206,7 +327,7 @@ def test_so_03_a_compilation_without_end_is_ended() -> None:
     compiler = GrammarCompiler(tokenizer, tokenizer.vocab_size, limits=GrammarLimits(deadline_seconds=1.0))
     compiler.warm_up()
     assert compiler.compile(form({"type": "integer", "multipleOf": 101}))
-    with pytest.raises(RequestError, match="longer than 1 s"):
+    with pytest.raises(RequestError, match=r"too long|longer than 1 s"):
         compiler.compile(form({"allOf": [{"pattern": f"a{i}.*b"} for i in range(40)]}))
     assert compiler.compile(form({"type": "integer", "multipleOf": 103}))
     compiler.close()

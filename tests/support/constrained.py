@@ -52,8 +52,11 @@ def walk(
     *,
     num_free: int,
     limit: int = 4000,
+    liked: bytes = b"",
 ) -> list[int]:
-    """A random output without its end: any allowed token `num_free` times, then such as bring it to an end soon."""
+    """A random output without its end: any allowed token `num_free` times, mostly one with `liked` in it if there is
+    any, then such as bring it to an end soon.
+    """
     matcher = grammar.start()
     num_words = -(-vocab_size // 32)
     output: list[int] = []
@@ -65,7 +68,8 @@ def walk(
         if len(texts) < len(ids) and (not texts or len(output) >= num_free or rng.random() < 0.1):
             break
         if len(output) < num_free:
-            token_id = rng.choice(texts)
+            preferred = [one for one in texts if liked and liked in tokenizer.token_bytes(one)]
+            token_id = rng.choice(preferred if preferred and rng.random() < 0.7 else texts)
         else:
             some = texts if len(texts) < 500 else texts[:300] + rng.sample(texts, 100)
             ranks = [place.closing_rank(tokenizer.token_bytes(one)) for one in some]

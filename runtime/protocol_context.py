@@ -40,6 +40,10 @@ class ApiContext:
     reasoning_parser: str = "auto"
     grammars: GrammarCompiler | None = None
 
+    def is_compiled(self, output: StructuredOutput) -> bool:
+        """Whether `compile` would return at once."""
+        return self.grammars is not None and self.grammars.is_compiled(output)
+
     def compile(self, output: StructuredOutput) -> Grammar:
         """`output` compiled. May take some seconds. Raises `RequestError` naming the field."""
         if self.grammars is None:

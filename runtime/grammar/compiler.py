@@ -64,6 +64,12 @@ class GrammarCompiler:
             self._trial.start()
             self._get_vocabulary()
 
+    def is_compiled(self, output: StructuredOutput) -> bool:
+        """Whether `compile` would return at once."""
+        with self._lock:
+            future = self._kept.get(output)
+            return future is not None and future.done() and not _is_outgrown(future)
+
     def compile(self, output: StructuredOutput) -> LlguidanceGrammar:
         """Raises `RequestError` naming the field and, in a schema, the place (`field/properties/a/type`);
         `OverloadedError` if its turn did not come in time.

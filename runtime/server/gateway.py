@@ -20,7 +20,7 @@ from .metrics import CallTimer, ServerMetrics
 Result = TypeVar("Result")
 
 _MAX_THREADS = 4
-MAX_NUM_COMPILING = 32
+MAX_NUM_COMPILING = 128
 """Calls whose forms may be under compilation at once. Each has a thread that waits for the compiler."""
 
 _log = logging.getLogger(__name__)
@@ -155,6 +155,8 @@ class Gateway:
             self._num_parsing -= 1
 
     async def _compile(self, call: Call) -> Call:
+        if call.form is not None and self.context.is_compiled(call.form):
+            return compile_call(call, self.context)
         if self._num_compiling >= MAX_NUM_COMPILING:
             raise OverloadedError("too many forms of output are being compiled; try again later")
         self._num_compiling += 1

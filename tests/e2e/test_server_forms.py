@@ -78,3 +78,18 @@ def test_too_many_slow_forms_are_turned_away(gated: tuple[LiveServer, GatedCompi
         compiler.gate.set()
         assert {future.result().status_code for future in slow} == {200}
     assert server.complete(prompt="a", max_tokens=3, guided_choice=["one more"]).status_code == 200
+
+
+def test_a_form_that_is_compiled_counts_for_nothing(gated: tuple[LiveServer, GatedCompiler]) -> None:
+    """With as many slow forms as may wait, one that everybody uses is still served."""
+    server, compiler = gated
+    assert server.complete(prompt="a", max_tokens=3, guided_choice=["quick"]).status_code == 200
+    with ThreadPoolExecutor(MAX_NUM_COMPILING) as pool:
+        slow = ask(server, pool, MAX_NUM_COMPILING)
+        assert until(lambda: len(compiler.tries) == MAX_NUM_COMPILING + 1)
+        again = server.complete(prompt="a", max_tokens=3, guided_choice=["quick"])
+        assert again.json()["choices"][0]["text"] == "qui"
+        new = server.complete(prompt="a", max_tokens=3, guided_choice=["another"])
+        assert new.status_code == 503
+        compiler.gate.set()
+        assert all(future.result().status_code == 200 for future in slow)

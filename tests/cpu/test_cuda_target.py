@@ -22,7 +22,7 @@ from pelton import LLM, SamplingParams
 from pelton.compile.build_plan import BuildRequest, default_output, resolve
 from pelton.compile.bundle import HostFacts, read_manifest
 from pelton.compile.checkpoint import load_model, open_checkpoint
-from pelton.compile.proof import FlatStep, compare, record
+from pelton.compile.proof import FlatStep, StepResult, compare, record
 from pelton.compile.targets.cuda_target import unsupported_reason
 from pelton.errors import BuildError, BundleError, ConfigError, EngineError
 from pelton.plugins_trt.cuda_engine import CudaProgram
@@ -37,6 +37,7 @@ from pelton.runtime.tokenizer import Tokenizer
 from pelton.scripts import inspect
 from support.checkpoints import tiny_checkpoint
 from support.cuda_bundle import BLOCK, HostDevice, HostTarget, build_on_host, open_on_host
+from support.sampling import sample_each
 from support.trt_steps import step as flat_step
 
 ARTIFACTS = Path(__file__).resolve().parents[2] / "artifacts"
@@ -84,7 +85,10 @@ def test_the_executor_computes_what_the_model_computes(
     windows = sorted({a.window for piece in program(cuda_bundles[name]).pieces for a in piece.attentions})
     trace = record(model, windows=windows, block_size=BLOCK)
     executor = open_on_host(cuda_bundles[name])
-    run = lambda step: torch.as_tensor(executor.execute(step_inputs(step)).logits).clone()  # noqa: E731
+
+    def run(step: FlatStep) -> StepResult:
+        return StepResult(torch.as_tensor(executor.execute(step_inputs(step)).logits).clone())
+
     result = compare(trace, run, "executor")
     assert result.relative_error < 1e-5
     assert result.top1_agreement == 1.0
@@ -316,13 +320,13 @@ def test_samplers_are_within_the_faults_of_the_device_and_end_with_the_executor(
     with monkeypatch.context() as patch:
         patch.setattr("pelton.runtime.sampler_pass.add_counts", fail)
         with pytest.raises(EngineError, match="the GPU failed: device-side assert"):
-            sampler.sample(output.logits, [member])
-    assert isinstance(sampler.sample(output.logits, [member])[0], TokenEvent)
+            sample_each(sampler, output.logits, [member])
+    assert isinstance(sample_each(sampler, output.logits, [member])[0], TokenEvent)
     assert sampler._table is not None
     executor.close()
     assert sampler._table is None
     with pytest.raises(EngineError, match="the executor is closed"):
-        sampler.sample(output.logits, [member])
+        sample_each(sampler, output.logits, [member])
 
 
 def test_the_memory_plan_counts_everything(cuda_bundles: dict[str, Path]) -> None:

@@ -98,7 +98,7 @@ def test_an_engine_gives_the_tokens_of_the_host(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, logits_bytes: int
 ) -> None:
     """Batches, chunks, preemption, scored prompts; with the smallest buffer their logits come in pieces."""
-    monkeypatch.setattr("pelton.runtime.trt_memory.LOGITS_BYTES", logits_bytes)
+    monkeypatch.setattr("pelton.plugins_trt.sampling_memory.LOGITS_BYTES", logits_bytes)
     is_split = logits_bytes == 1
     device = TorchFakeDevice(may_upload=is_split)  # what came to the host in pieces goes back row by row
     fakes = open_fake(tmp_path, limits(24, max_step_tokens=24), device=device)

@@ -88,7 +88,7 @@ def test_segments_and_pieces_end_in_logits_and_states() -> None:
 
 def test_a_head_that_is_not_called_once_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     @contextmanager
-    def unseen(model: nn.Module) -> Iterator[list[Tensor]]:
+    def unseen(model: nn.Module, *, are_wanted: bool) -> Iterator[list[Tensor]]:
         yield []
 
     monkeypatch.setattr(export_module, "head_inputs", unseen)

@@ -57,6 +57,7 @@ _REFUSED: tuple[tuple[str, tuple[str, ...], str], ...] = (
         "only engines of target cpu give the hidden states that heads read",
     ),
     ("best_of", ("streaming",), "the best outputs are known when all have ended"),
+    ("best_of", _CALLS, "it is a field of completions, tools are of chats"),
     ("prompt_logprobs", ("streaming",), "they come as a whole, beside the text"),
     ("structured output", _CALLS, "an answer of this form has no place for calls"),
     (

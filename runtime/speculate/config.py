@@ -66,13 +66,18 @@ class SpeculationConfig:
         return low, self.max_ngram or max(_MAX_NGRAM, low)
 
     def _check_bundle(self) -> None:
+        if isinstance(self.draft_bundle, str):
+            object.__setattr__(self, "draft_bundle", Path(self.draft_bundle))
         if self.draft_bundle is not None and not isinstance(self.draft_bundle, Path):
-            raise ConfigError(f"draft_bundle must be a Path, got {self.draft_bundle!r}")
+            raise ConfigError(f"draft_bundle must be a path, got {self.draft_bundle!r}")
         if self.method == "draft-model" and self.draft_bundle is None:
-            raise ConfigError("draft_bundle: method draft-model needs the bundle of the draft model")
+            raise ConfigError(
+                "draft_bundle: method draft-model needs the bundle of the draft model (--draft-model)"
+            )
         if self.method != "draft-model" and self.draft_bundle is not None:
             raise ConfigError(
-                f"draft_bundle: method {self.method} uses no draft model; leave it out, or use method draft-model"
+                f"draft_bundle: method {self.method} uses no draft model; leave it (--draft-model) out, or use "
+                "method draft-model"
             )
 
     def _check_ngrams(self) -> None:

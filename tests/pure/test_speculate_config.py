@@ -47,7 +47,7 @@ def test_the_default_of_one_ngram_size_gives_way_to_the_other(
         ("num_draft_tokens", {"method": "ngram", "num_draft_tokens": 2.0}),
         ("is_adaptive", {"method": "ngram", "is_adaptive": 1}),
         ("draft_bundle", {"method": "draft-model"}),
-        ("draft_bundle", {"method": "draft-model", "draft_bundle": "artifacts/draft"}),
+        ("draft_bundle", {"method": "draft-model", "draft_bundle": 3}),
         ("draft_bundle", {"method": "ngram", "draft_bundle": BUNDLE}),
         ("draft_bundle", {"method": "suffix", "draft_bundle": BUNDLE}),
         ("draft_bundle", {"method": "heads", "draft_bundle": BUNDLE}),

@@ -95,6 +95,16 @@ def test_so_04_an_escape_makes_no_other_name(schema: dict[str, Any], text: str) 
         validator.validate(json.loads(draw(form({"type": "object", **schema}), seed, liked=b"\\")))
 
 
+def test_so_04_short_escapes_are_in_literals() -> None:
+    tokenizer, compiler = vocabulary("byte-level")
+    for schema in ({"const": '\b\t\n\f\r"\\/é'}, {"enum": [{'\b\t\n\f\r"\\': "\n"}]}):
+        value = schema.get("const") or schema["enum"][0]
+        matcher = compiler.compile(form(schema)).start()
+        text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+        assert all(map(matcher.accept, tokenizer.encode(text, add_special_tokens=False)))
+        assert matcher.is_finished
+
+
 def test_so_04_an_open_object_stays_open() -> None:
     tokenizer, compiler = vocabulary("byte-level")
     matcher = compiler.compile(form({"type": "object", "properties": {"a": _INTEGER}})).start()
@@ -143,6 +153,12 @@ def test_so_04_an_open_object_stays_open() -> None:
         ({"pattern": "a{" + "1" * 5000 + "}"}, "/pattern"),
         ({"enum": []}, "/enum"),
         ({"enum": [1, {"a": 2**60}]}, "/enum/1/a"),
+        ({"const": "a\x01b"}, "/const"),
+        ({"const": "\x7f"}, "/const"),
+        ({"enum": ["a\n", {"k": ["\x00"]}]}, "/enum/1/k/0"),
+        ({"const": {"\x0b": 1}}, "/const/\x0b"),
+        ({"properties": {"a\x1f": {}}}, "/properties/a\x1f"),
+        ({"required": ["a", "\x0e"]}, "/required/1"),
         ({"required": "a"}, "/required"),
         ({"minProperties": 2}, "/minProperties"),
         ({"additionalProperties": 3}, "/additionalProperties"),

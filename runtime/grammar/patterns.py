@@ -197,16 +197,13 @@ class _Reader:
                     has_set = True
                 else:
                     spans.append(range(_point(item), _point(item) + 1))
+        if self._is_json and not has_set and _is_unspellable(spans, is_negated):
+            raise self._error("a class of no characters that strings of JSON can have here")
         if len(out) == 1:
             return self._spelled(_ANY) if is_negated else _NOTHING
         members = "".join(out) + "]"
-        if is_negated or has_set:
-            return self._spelled(members)
-        if not any(point in span for span in spans for point in UNSPELLABLE):
-            return members
-        if self._is_json and all(point in UNSPELLABLE for span in spans for point in span):
-            raise self._error("a class of characters that strings of JSON cannot have here")
-        return self._spelled(members)
+        is_touched = has_set or is_negated or any(point in span for span in spans for point in UNSPELLABLE)
+        return self._spelled(members) if is_touched else members
 
     def _class_item(self, is_negated: bool) -> str:
         char = self._next()
@@ -274,3 +271,15 @@ def _point(item: str) -> int:
     if item.startswith(r"\x"):
         return int(item[2:], 16)
     return ord(item[-1])
+
+
+def _is_unspellable(spans: list[range], is_negated: bool) -> bool:
+    """Whether a class of `spans`, or of all but these, has no character that JSON can spell."""
+    if not is_negated:
+        return all(point in UNSPELLABLE for span in spans for point in span)
+    end = 0
+    for span in sorted([*spans, *(range(p, p + 1) for p in UNSPELLABLE)], key=lambda span: span.start):
+        if span.start > end:
+            return False
+        end = max(end, span.stop)
+    return end > 0x10FFFF

@@ -115,7 +115,19 @@ def test_a_pattern_holds_for_the_string_that_json_spells(pattern: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "pattern", [r"a\x01b", "a\x01", r"\u007f?", r"a|\0", r"\v", "[\x01-\x05]", r"[\x7f\x0e]", "(\x1f)"]
+    "pattern",
+    [
+        r"a\x01b",
+        "a\x01",
+        r"\u007f?",
+        r"a|\0",
+        r"\v",
+        "[\x01-\x05]",
+        r"[\x7f\x0e]",
+        "(\x1f)",
+        "[]",
+        r"[^\x08-\r -\u{10ffff}]",
+    ],
 )
 def test_a_control_character_that_json_has_no_short_escape_for_is_refused(pattern: str) -> None:
     for schema, at in (

@@ -168,7 +168,7 @@ class _Reader:
         out = ["[^" if is_negated else "["]
         previous: str | None = None  # the character that a '-' may make a range of
         spans: list[range] = []
-        has_set = False
+        sets: set[str] = set()  # the last characters of their escapes
         while not self._take("]"):
             if self._at >= len(self._text):
                 self._at = start
@@ -194,15 +194,19 @@ class _Reader:
                 out.append(item)
                 previous = item if _is_single(item) else None
                 if previous is None:
-                    has_set = True
+                    sets.add(self._text[self._at - 1])
                 else:
                     spans.append(range(_point(item), _point(item) + 1))
-        if self._is_json and not has_set and _is_unspellable(spans, is_negated):
+        is_all = any({name, name.upper()} <= sets for name in _NARROW)
+        is_nothing = is_negated if is_all else not sets and _is_unspellable(spans, is_negated)
+        if self._is_json and is_nothing:
             raise self._error("a class of no characters that strings of JSON can have here")
         if len(out) == 1:
             return self._spelled(_ANY) if is_negated else _NOTHING
+        if is_negated and all(any(point in span for span in spans) for point in (0xD7FF, 0xE000)):
+            out.append("\ud7ff-\ue000")  # Rust's complement would take both for a gap between two ranges
         members = "".join(out) + "]"
-        is_touched = has_set or is_negated or any(point in span for span in spans for point in UNSPELLABLE)
+        is_touched = bool(sets) or is_negated or any(point in span for span in spans for point in UNSPELLABLE)
         return self._spelled(members) if is_touched else members
 
     def _class_item(self, is_negated: bool) -> str:
@@ -278,7 +282,8 @@ def _is_unspellable(spans: list[range], is_negated: bool) -> bool:
     if not is_negated:
         return all(point in UNSPELLABLE for span in spans for point in span)
     end = 0
-    for span in sorted([*spans, *(range(p, p + 1) for p in UNSPELLABLE)], key=lambda span: span.start):
+    nothing = [range(0xD800, 0xE000), *(range(point, point + 1) for point in UNSPELLABLE)]
+    for span in sorted(spans + nothing, key=lambda span: span.start):
         if span.start > end:
             return False
         end = max(end, span.stop)

@@ -68,6 +68,21 @@ def test_what_is_drawn_has_a_match(pattern: str) -> None:
             assert re.fullmatch(pattern, draw(StructuredOutput("regex", pattern), seed))
 
 
+def test_a_class_without_both_sides_of_the_surrogates_has_neither() -> None:
+    pattern = r"[^\x20-\ud7ff\ue000-\ufffd]"
+    schema = {"type": "string", "pattern": f"^{pattern}$"}
+    for form, quote in (
+        (StructuredOutput("regex", pattern), ""),
+        (StructuredOutput("json_schema", json.dumps(schema)), '"'),
+    ):
+        grammar = COMPILER.compile(form)
+        assert [accepts(grammar, quote + char + quote) for char in "\ud7ff\ue000\U0001f600"] == [
+            False,
+            False,
+            True,
+        ]
+
+
 @pytest.mark.parametrize(
     "pattern",
     [
@@ -126,6 +141,8 @@ def test_a_pattern_holds_for_the_string_that_json_spells(pattern: str) -> None:
         r"[\x7f\x0e]",
         "(\x1f)",
         "[]",
+        r"[^\s\S]",
+        r"[^\x00-\ud7ff\ue000-\u{10ffff}]",
         r"[^\x08-\r -\u{10ffff}]",
     ],
 )

@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 from jsonschema import Draft202012Validator
 
-from pelton.errors import OverloadedError, RequestError
+from pelton.errors import EngineError, OverloadedError, RequestError
 from pelton.runtime.grammar.compiler import GrammarCompiler
 from pelton.runtime.grammar.limits import GrammarLimits
 from pelton.runtime.grammar.schema import prepare_schema
 from pelton.runtime.structured import StructuredOutput
 from pelton.runtime.tokenizer import Tokenizer
-from support.constrained import walk
+from support.constrained import allowed, walk
 from support.json_schemas import SCHEMAS
 from support.vocabularies import byte_level, sentencepiece
 
@@ -103,6 +103,17 @@ def test_so_04_short_escapes_are_in_literals() -> None:
         text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
         assert all(map(matcher.accept, tokenizer.encode(text, add_special_tokens=False)))
         assert matcher.is_finished
+
+
+def test_so_04_a_dead_end_is_told_in_plain_words() -> None:
+    tokenizer, compiler = vocabulary("byte-level")
+    no_key = {"patternProperties": {r"^[^\p{L}\P{L}]$": {}}, "additionalProperties": False}
+    matcher = compiler.compile(form({"type": "object", "minProperties": 1, **no_key})).start()
+    for char in "{" + "\n" * 8:
+        (token_id,) = tokenizer.encode(char, add_special_tokens=False)
+        assert matcher.accept(token_id)
+    with pytest.raises(EngineError, match=r"^no output can match the form: "):
+        allowed(matcher, matcher.vocabulary.num_words)
 
 
 def test_so_04_an_open_object_stays_open() -> None:

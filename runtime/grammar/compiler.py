@@ -161,5 +161,7 @@ def _busy() -> OverloadedError:
 
 
 def _refusal(output: StructuredOutput, reason: str, *, is_late: bool = False) -> RequestError:
+    if "NoExtensionBias" in reason:  # llguidance's name of it
+        reason = "no output can match"
     code = "grammar_too_complex" if is_late else "invalid_grammar"
     return RequestError(f"{output.field} cannot be compiled: {reason}", field=output.field, code=code)

@@ -109,8 +109,11 @@ class LlguidanceMatcher:
         """Raise `EngineError` if llguidance has given up."""
         if self._raw.is_error():
             self._outgrown.set()
+            reason = _first_line(self._raw.get_error())
+            if "NoExtensionBias" in reason:  # llguidance's name of it
+                raise EngineError("no output can match the form: after what was written, nothing may follow")
             raise EngineError(
-                f"the form of the output outgrew what a step may compute: {_first_line(self._raw.get_error())}; "
+                f"the form of the output outgrew what a step may compute: {reason}; "
                 "make the schema or grammar simpler"
             )
 

@@ -20,7 +20,17 @@ _WIDE = {"d": r"0-9\p{Nd}", "w": r"0-9A-Za-z_\p{L}\p{N}", "s": rf"{_SPACES}\x1c-
 _CONTROLS = {"n": 10, "r": 13, "t": 9, "f": 12, "v": 11}
 _DOT = r"[^\n\r\x{2028}\x{2029}]"
 _NOTHING = r"[^\x{0}-\x{10FFFF}]"
-_ANYTHING = "(?s:.*)"
+_ANY = r"[\x{0}-\x{10FFFF}]"
+
+UNSPELLABLE = frozenset({*range(0x20), 0x7F} - {8, 9, 10, 12, 13})
+"""Characters that strings of JSON cannot have here: there is no short escape, and llguidance escapes U+007F too.
+
+Classes must be without them before llguidance makes JSON of a pattern: for one with every control character, or every
+one but the line feed, it allows all the escapes that there are, `\\"` and `\\\\` included.
+"""
+_UNSPELLABLE_CLASS = r"\x00-\x07\x0b\x0e-\x1f\x7f"
+_ANYTHING = f"[^{_UNSPELLABLE_CLASS}]*"
+_SPELLABLE_SETS = frozenset({f"[{_NARROW['d']}]", f"[{_NARROW['w']}]"})
 _HEX = re.compile(r"x([0-9A-Fa-f]{2})|u([0-9A-Fa-f]{4})|u\{([0-9A-Fa-f]{1,6})\}")
 _PROPERTY = re.compile(r"[pP]\{[A-Za-z_]+(?:=[A-Za-z_]+)?\}")
 _REPEAT = re.compile(r"\{(\d+)(?:(,)(\d*))?\}")
@@ -32,10 +42,12 @@ class PatternError(ValueError):
 
 
 def search_regex(pattern: str) -> str:
-    """A regex of whole strings that have a match of `pattern` somewhere. Raises `PatternError`."""
+    """A regex of whole strings in JSON that have a match of `pattern` somewhere. Raises `PatternError`, also where a
+    match needs a character of `UNSPELLABLE`.
+    """
     return "|".join(
         f"{'' if part.is_start else _ANYTHING}(?:{part.body}){'' if part.is_end else _ANYTHING}"
-        for part in _Reader(pattern).alternatives()
+        for part in _Reader(pattern, is_json=True).alternatives()
     )
 
 
@@ -56,8 +68,9 @@ class _Alternative:
 
 
 class _Reader:
-    def __init__(self, pattern: str) -> None:
+    def __init__(self, pattern: str, *, is_json: bool = False) -> None:
         self._text = pattern
+        self._is_json = is_json
         self._at = 0
         self._depth = 0
 
@@ -89,14 +102,26 @@ class _Reader:
         if char == "[":
             return self._class()
         if char == ".":
-            return _DOT
+            return self._spelled(_DOT)
         if char == "\\":
-            return self._escape()
+            item = self._escape()
+            return self._character(item) if _is_single(item) else self._spelled(item)
         if char in "^$":
             raise self._error(f"the anchor {char!r} anywhere but at the ends of the pattern")
         if char in "*+?" or (char == "{" and _REPEAT.match(self._text, self._at - 1)):
             raise self._error(f"{char!r} that repeats nothing")
-        return _escaped(char)
+        return self._character(_escaped(char))
+
+    def _character(self, item: str) -> str:
+        if self._is_json and _point(item) in UNSPELLABLE:
+            raise self._error(f"U+{_point(item):04X}, which strings of JSON cannot have here,")
+        return item
+
+    def _spelled(self, members: str) -> str:
+        """A class without what JSON cannot spell, from one."""
+        if not self._is_json or members in _SPELLABLE_SETS:
+            return members
+        return f"[{members}--[{_UNSPELLABLE_CLASS}]]"
 
     def _group(self) -> str:
         if self._peek() == "?":
@@ -142,6 +167,8 @@ class _Reader:
         is_negated = self._take("^")
         out = ["[^" if is_negated else "["]
         previous: str | None = None  # the character that a '-' may make a range of
+        spans: list[range] = []
+        sets: set[str] = set()  # the last characters of their escapes
         while not self._take("]"):
             if self._at >= len(self._text):
                 self._at = start
@@ -160,14 +187,27 @@ class _Reader:
                     raise self._error("a range of a class that ends with a set")
                 if _point(end) < _point(previous or ""):
                     raise self._error("a range of a class that runs backwards")
+                spans.append(range(_point(previous or ""), _point(end) + 1))
                 out.append("-" + end)
                 previous = None
             else:
                 out.append(item)
                 previous = item if _is_single(item) else None
+                if previous is None:
+                    sets.add(self._text[self._at - 1])
+                else:
+                    spans.append(range(_point(item), _point(item) + 1))
+        is_all = any({name, name.upper()} <= sets for name in _NARROW)
+        is_nothing = is_negated if is_all else not sets and _is_unspellable(spans, is_negated)
+        if self._is_json and is_nothing:
+            raise self._error("a class of no characters that strings of JSON can have here")
         if len(out) == 1:
-            return _NOTHING if out[0] == "[" else "(?s:.)"
-        return "".join(out) + "]"
+            return self._spelled(_ANY) if is_negated else _NOTHING
+        if is_negated and all(any(point in span for span in spans) for point in (0xD7FF, 0xE000)):
+            out.append("\ud7ff-\ue000")  # Rust's complement would take both for a gap between two ranges
+        members = "".join(out) + "]"
+        is_touched = bool(sets) or is_negated or any(point in span for span in spans for point in UNSPELLABLE)
+        return self._spelled(members) if is_touched else members
 
     def _class_item(self, is_negated: bool) -> str:
         char = self._next()
@@ -235,3 +275,16 @@ def _point(item: str) -> int:
     if item.startswith(r"\x"):
         return int(item[2:], 16)
     return ord(item[-1])
+
+
+def _is_unspellable(spans: list[range], is_negated: bool) -> bool:
+    """Whether a class of `spans`, or of all but these, has no character that JSON can spell."""
+    if not is_negated:
+        return all(point in UNSPELLABLE for span in spans for point in span)
+    end = 0
+    nothing = [range(0xD800, 0xE000), *(range(point, point + 1) for point in UNSPELLABLE)]
+    for span in sorted(spans + nothing, key=lambda span: span.start):
+        if span.start > end:
+            return False
+        end = max(end, span.stop)
+    return end > 0x10FFFF

@@ -19,7 +19,7 @@ from typing import Any
 from urllib.parse import unquote
 
 from .formats import FORMATS, LIBRARY_FORMATS
-from .patterns import PatternError, search_regex
+from .patterns import UNSPELLABLE, PatternError, search_regex
 from .place import Place, read_pointer
 from .schema_choice import Comparisons, ComparisonsExceeded, can_end
 
@@ -283,7 +283,10 @@ class _Reader:
         }
 
     def properties(self, value: object, at: Place) -> dict[str, Any]:
-        return {"properties": self._members(value, at)}
+        members = self._members(value, at)
+        for key in members:
+            _check_text(key, at / key)
+        return {"properties": members}
 
     def pattern_properties(self, value: object, at: Place) -> dict[str, Any]:
         patterns: dict[str, Schema] = {}
@@ -300,6 +303,8 @@ class _Reader:
         if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
             raise SchemaError(at, "it must be a list of names")
         self._count_names(len(value), at)
+        for index, name in enumerate(value):
+            _check_text(name, at / index)
         return {"required": list(dict.fromkeys(value))}
 
     # -- what they share
@@ -388,17 +393,30 @@ def _pattern(value: object, at: Place) -> str:
 
 
 def _check_value(value: object, at: Place, max_depth: int) -> None:
-    """A literal value: numbers must be such as the grammar spells exactly."""
+    """A literal value: its numbers and texts must be such as the grammar spells exactly."""
     if at.depth > max_depth:
         raise SchemaError(at, f"nested more than {max_depth} levels deep")
     if isinstance(value, dict):
         for key, item in value.items():
+            _check_text(key, at / key)
             _check_value(item, at / key, max_depth)
     elif isinstance(value, list):
         for index, item in enumerate(value):
             _check_value(item, at / index, max_depth)
+    elif isinstance(value, str):
+        _check_text(value, at)
     elif isinstance(value, (int, float)) and not isinstance(value, bool):
         _check_number(value, at)
+
+
+def _check_text(text: str, at: Place) -> None:
+    for char in text:
+        if ord(char) in UNSPELLABLE:
+            raise SchemaError(
+                at,
+                f"the character U+{ord(char):04X} cannot be in an output's strings; of control characters there are "
+                r"\b, \t, \n, \f and \r",
+            )
 
 
 def _check_number(value: float, at: Place) -> None:

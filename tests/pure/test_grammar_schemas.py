@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 from jsonschema import Draft202012Validator
 
-from pelton.errors import OverloadedError, RequestError
+from pelton.errors import EngineError, OverloadedError, RequestError
 from pelton.runtime.grammar.compiler import GrammarCompiler
 from pelton.runtime.grammar.limits import GrammarLimits
 from pelton.runtime.grammar.schema import prepare_schema
 from pelton.runtime.structured import StructuredOutput
 from pelton.runtime.tokenizer import Tokenizer
-from support.constrained import walk
+from support.constrained import allowed, walk
 from support.json_schemas import SCHEMAS
 from support.vocabularies import byte_level, sentencepiece
 
@@ -95,6 +95,27 @@ def test_so_04_an_escape_makes_no_other_name(schema: dict[str, Any], text: str) 
         validator.validate(json.loads(draw(form({"type": "object", **schema}), seed, liked=b"\\")))
 
 
+def test_so_04_short_escapes_are_in_literals() -> None:
+    tokenizer, compiler = vocabulary("byte-level")
+    for schema in ({"const": '\b\t\n\f\r"\\/é'}, {"enum": [{'\b\t\n\f\r"\\': "\n"}]}):
+        value = schema.get("const") or schema["enum"][0]
+        matcher = compiler.compile(form(schema)).start()
+        text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+        assert all(map(matcher.accept, tokenizer.encode(text, add_special_tokens=False)))
+        assert matcher.is_finished
+
+
+def test_so_04_a_dead_end_is_told_in_plain_words() -> None:
+    tokenizer, compiler = vocabulary("byte-level")
+    no_key = {"patternProperties": {r"^[^\p{L}\P{L}]$": {}}, "additionalProperties": False}
+    matcher = compiler.compile(form({"type": "object", "minProperties": 1, **no_key})).start()
+    for char in "{" + "\n" * 8:
+        (token_id,) = tokenizer.encode(char, add_special_tokens=False)
+        assert matcher.accept(token_id)
+    with pytest.raises(EngineError, match=r"^no output can match the form: "):
+        allowed(matcher, matcher.vocabulary.num_words)
+
+
 def test_so_04_an_open_object_stays_open() -> None:
     tokenizer, compiler = vocabulary("byte-level")
     matcher = compiler.compile(form({"type": "object", "properties": {"a": _INTEGER}})).start()
@@ -143,6 +164,12 @@ def test_so_04_an_open_object_stays_open() -> None:
         ({"pattern": "a{" + "1" * 5000 + "}"}, "/pattern"),
         ({"enum": []}, "/enum"),
         ({"enum": [1, {"a": 2**60}]}, "/enum/1/a"),
+        ({"const": "a\x01b"}, "/const"),
+        ({"const": "\x7f"}, "/const"),
+        ({"enum": ["a\n", {"k": ["\x00"]}]}, "/enum/1/k/0"),
+        ({"const": {"\x0b": 1}}, "/const/\x0b"),
+        ({"properties": {"a\x1f": {}}}, "/properties/a\x1f"),
+        ({"required": ["a", "\x0e"]}, "/required/1"),
         ({"required": "a"}, "/required"),
         ({"minProperties": 2}, "/minProperties"),
         ({"additionalProperties": 3}, "/additionalProperties"),

@@ -295,8 +295,8 @@ class Engine:
         if masks is not None and masks.error is not None:
             try:
                 rows = self._refill(item.sequence)
-            except EngineError as error:
-                self._end(item.sequence.request.request_id, "error", error)
+            except EngineError:
+                self._end(item.sequence.request.request_id, "error", masks.error)
                 return
         if rows is not None and draft.probs is None:
             draft = draft.cut(len(rows) - 1)  # behind a token that the form refuses there are no masks

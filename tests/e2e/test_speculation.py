@@ -156,7 +156,7 @@ def test_sp_04_a_repetitive_prompt_gives_the_same_ids(smollm2_float32_bundle: Pa
         expected = [output.outputs[0].token_ids for output in llm.generate(prompts, params)]
     with LLM(smollm2_float32_bundle, speculation=SpeculationConfig("ngram", is_adaptive=False)) as llm:
         outputs = llm.generate(prompts, params)
-        assert llm.engine.stats().num_accepted_tokens > 20
+        assert llm.engine.stats().num_accepted_tokens > 10
     assert [output.outputs[0].token_ids for output in outputs] == expected
 
 

@@ -199,5 +199,5 @@ def test_so_01_a_bad_schema_is_the_clients_error(client: OpenAI) -> None:
     bad = {"name": "f", "parameters": {"type": "object", "properties": {"a": {"type": "nope"}}}}
     with pytest.raises(openai.BadRequestError) as caught:
         ask(client, tools=[{"type": "function", "function": bad}], tool_choice="required")
-    assert caught.value.param == "tools[0]/properties/a/type"
+    assert caught.value.param == "tools[0].function.parameters/properties/a/type"
     assert ask(client, max_tokens=4)

@@ -20,7 +20,7 @@ from .metrics import CallTimer, ServerMetrics
 Result = TypeVar("Result")
 
 _MAX_THREADS = 4
-MAX_NUM_COMPILING = 64
+MAX_NUM_COMPILING = 32
 """Calls whose forms may be under compilation at once. Each has a thread that waits for the compiler."""
 
 _log = logging.getLogger(__name__)

@@ -26,6 +26,7 @@ from .request import Request
 from .sampler import Verification
 from .scheduler import Scheduler, SchedulerConfig
 from .sequence import Sequence
+from .speculate.draft import Draft
 from .speculate.speculator import DraftTerms, Speculator
 from .structured import Matcher
 from .tokenizer import Tokenizer
@@ -59,8 +60,8 @@ class Engine:
     """Runs `executor` for many requests at once.
 
     `speculator` drafts (None: only what a form forces). Raises `ConfigError` when `config` asks for more than the
-    executor was built for. `admit` and `abort` only change
-    state; everything that a client sees comes out of `step`, in order. Every ending of a choice goes through `_finish`.
+    executor was built for. `admit` and `abort` only change state; everything that a client sees comes out of `step`, in
+    order. Every ending of a choice goes through `_finish`.
     """
 
     def __init__(
@@ -298,8 +299,8 @@ class Engine:
             except EngineError:
                 self._end(item.sequence.request.request_id, "error", masks.error)
                 return
-        if rows is not None and draft.probs is None:
-            draft = draft.cut(len(rows) - 1)  # behind a token that the form refuses there are no masks
+        if rows is not None:
+            draft = _within_masks(draft, rows)
         for sequence in self._samplers_of(item.sequence):
             yield Verification(sequence, row, draft, rows)
 
@@ -476,6 +477,18 @@ class Engine:
         for request_id in request_ids:
             message = f"request {request_id}: the engine failed on this request; the log has the cause"
             self._end(request_id, "error", EngineError(message))
+
+
+def _within_masks(draft: Draft, rows: np.ndarray) -> Draft:
+    """The beginning of `draft` that the masks `rows` `[R, W]` suffice for.
+
+    Of a drawn draft a token that its mask refuses stays, as the last: it is redrawn from the leftover.
+    """
+    num_tokens = len(rows) - 1
+    if draft.probs is not None and num_tokens < len(draft):
+        token_id = draft.token_ids[num_tokens]
+        num_tokens += not rows[num_tokens][token_id // 32] >> (token_id % 32) & 1
+    return draft.cut(num_tokens)
 
 
 def _is_last_of_form(matcher: Matcher, token_id: int) -> bool:

@@ -22,16 +22,12 @@ _MAX_NUM_THREADS = 16
 class MaskRows:
     """The masks of one matcher: `rows[j]` is what may follow `j` tokens of its draft.
 
-    `rows` `[num_valid, W]` int32; `num_valid` is one more than the draft tokens that the grammar accepts. `error` is
-    why there are none; the sequence must end.
+    `rows` `[R, W]` int32, one more than the draft tokens that the grammar accepts; fewer where following the draft
+    failed. `error` is why there are none.
     """
 
     rows: np.ndarray
     error: EngineError | None = None
-
-    @property
-    def num_valid(self) -> int:
-        return len(self.rows)
 
 
 class MaskFiller:

@@ -273,17 +273,8 @@ def load_heads(
     limits: ExecutorLimits,
     *,
     min_probability: float = DEFAULT_MIN_PROBABILITY,
-    device: str = "cpu",
 ) -> HeadDrafter:
-    """The drafter of the bundle in `directory`.
-
-    Raises `ConfigError` if the bundle has none, `BundleError` naming the file that is damaged.
-    """
-    if manifest.drafter is None:
-        raise ConfigError(
-            f"speculation: method heads needs drafter heads, and {directory} has none; train some with `pelton "
-            "train-drafter`, build with --drafter, or choose another method"
-        )
+    """The drafter of the bundle in `directory`. Raises `BundleError` naming the file that is missing or damaged."""
     if not 0 <= min_probability <= 1:
         raise ConfigError(f"min_probability: {min_probability} is not between 0 and 1")
     config = read_config(directory)
@@ -292,7 +283,7 @@ def load_heads(
             raise BundleError(
                 f"{directory}: the drafter has {name} {getattr(config, name)}, the engine {wanted}; build it again"
             )
-    weights = {name: tensor.to(device) for name, tensor in read_weights(directory, config).items()}
+    weights = read_weights(directory, config)
     return HeadDrafter(
         make_network(config, weights),
         weights["draft_tokens"],

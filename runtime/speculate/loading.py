@@ -61,8 +61,7 @@ class Drafting:
         if self.model is None:
             from .heads import load_heads
 
-            device = "cuda" if self.manifest.target == "cuda" else "cpu"
-            return load_heads(self.directory, self.manifest, limits, device=device)
+            return load_heads(self.directory, self.manifest, limits)
         from ..executor_cpu import CpuExecutor
         from .draft_model import DraftModelDrafter
 

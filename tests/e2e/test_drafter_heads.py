@@ -113,7 +113,7 @@ def test_a_bundle_without_heads_gives_no_states_and_says_how_to_get_heads(
     with pytest.raises(
         ConfigError, match=r"has none; train some with `pelton train-drafter`, build with --drafter"
     ):
-        load_heads(bundle, manifest, executor.limits)
+        LLM(bundle, speculation=SpeculationConfig("heads"))
     executor.close()
 
 

@@ -18,6 +18,7 @@ from pelton.runtime.executor import ExecutorLimits
 from pelton.runtime.inputs import StepInputs
 from pelton.runtime.outputs import Delta
 from pelton.runtime.request import Request, SamplingParams
+from support.draining import drain
 from support.scripted import ScriptedExecutor, digest
 from support.tiny_model import NUM_PADDED_LOGITS, byte_tokenizer
 
@@ -40,17 +41,6 @@ def make_engine(
 ) -> Engine:
     executor = ScriptedExecutor(next_token or digest(200), replace(LIMITS, **limits), **(hooks or {}))  # type: ignore[arg-type]
     return Engine(executor, byte_tokenizer(), config or EngineConfig(check_invariants=True))
-
-
-def drain(engine: Engine) -> dict[tuple[str, int], list[Delta]]:
-    """Run to the end; deltas by request and choice."""
-    results: dict[tuple[str, int], list[Delta]] = {}
-    for _ in range(20_000):
-        if not engine.has_work:
-            return results
-        for delta in engine.step():
-            results.setdefault((delta.request_id, delta.index), []).append(delta)
-    raise AssertionError("the engine does not come to an end")
 
 
 def run(engine: Engine, *requests: Request) -> dict[tuple[str, int], list[Delta]]:

@@ -242,7 +242,7 @@ def test_so_01_a_grammar_that_outgrows_its_limits_ends_a_request_and_nothing_els
     for _ in range(60):
         other = grammar(POINT).start()
         result, sound = filler.submit([(outgrown, encode("abc")), (other, encode("{"))]).result()
-        assert (sound.error, sound.num_valid) == (None, 2)
+        assert (sound.error, len(sound.rows)) == (None, 2)
         if result.error is not None:
             errors.append(result.error)
             break
@@ -332,7 +332,7 @@ def test_masks_of_a_step_are_filled_with_their_drafts() -> None:
                     assert matcher.accept(draft[num_accepted])
                     num_accepted += 1
                 matcher.rollback(num_accepted)
-                assert result.num_valid == num_accepted + 1
+                assert len(result.rows) == num_accepted + 1
         assert filler.submit([]).result() == []
     finally:
         filler.close()

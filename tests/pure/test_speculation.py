@@ -16,11 +16,12 @@ from pelton.runtime.executor import ExecutorLimits
 from pelton.runtime.grammar.compiler import GrammarCompiler
 from pelton.runtime.outputs import Delta
 from pelton.runtime.request import Request, SamplingParams
-from pelton.runtime.speculate.draft import Drafter
+from pelton.runtime.speculate.draft import Draft, DraftAsk, Drafter
 from pelton.runtime.speculate.ngram import NgramDrafter
 from pelton.runtime.speculate.suffix import SuffixDrafter
 from pelton.runtime.structured import Grammar, StructuredOutput
 from support.drafting import FixedDrafter, GuessingDrafter, drafting_engine
+from support.draining import drain
 from support.scripted import ScriptedExecutor, noise
 from support.tiny_model import NUM_PADDED_LOGITS, byte_tokenizer
 
@@ -38,16 +39,6 @@ LIMITS = ExecutorLimits(
 
 def certain(outputs: Sequence[int], num_prompt_tokens: int) -> Any:
     return lambda context: outputs[min(len(context) - num_prompt_tokens, len(outputs) - 1)]
-
-
-def drain(engine: Engine) -> dict[tuple[str, int], list[Delta]]:
-    results: dict[tuple[str, int], list[Delta]] = {}
-    for _ in range(20_000):
-        if not engine.has_work:
-            return results
-        for delta in engine.step():
-            results.setdefault((delta.request_id, delta.index), []).append(delta)
-    raise AssertionError("the engine does not come to an end")
 
 
 def summary(deltas: list[Delta]) -> dict[str, Any]:
@@ -326,6 +317,24 @@ def test_a_draft_that_breaks_a_form_does_not_end_its_request() -> None:
     executor = ScriptedExecutor(certain([11, 12, 13, 14, 15, 16], 1), LIMITS)
     engine = drafting_engine(executor, TOKENIZER, FixedDrafter([4, 4]))
     params = replace(FORM_THAT_FAILS, max_tokens=5, presence_penalty=0.0)
+    got = outputs_of(engine, [Request("r", (1,), params, grammar=BrokenGrammar())])["r", 0]
+    assert (got["tokens"], got["ending"][0]) == ([11, 12, 13, 14, 15], "length")
+
+
+class DrawnDrafter(FixedDrafter):
+    """Says that it drew its tokens, each for certain."""
+
+    def _draft(self, ask: DraftAsk) -> Draft:
+        draft = super()._draft(ask)
+        return Draft(draft.token_ids, np.eye(NUM_PADDED_LOGITS, dtype=np.float32)[list(draft.token_ids)])
+
+
+@pytest.mark.parametrize("drafted", [[12, 13, 4], [4, 12], [12, 4]])
+def test_a_drawn_draft_that_breaks_a_form_does_not_end_its_request(drafted: list[int]) -> None:
+    """Its masks end where the form broke, though tokens before that are accepted."""
+    executor = ScriptedExecutor(lambda context: min(context[-1] + 1, 90) if context[-1] > 10 else 11, LIMITS)
+    engine = drafting_engine(executor, TOKENIZER, DrawnDrafter(drafted))
+    params = replace(FORM_THAT_FAILS, max_tokens=5, presence_penalty=0.0, temperature=0.01)
     got = outputs_of(engine, [Request("r", (1,), params, grammar=BrokenGrammar())])["r", 0]
     assert (got["tokens"], got["ending"][0]) == ([11, 12, 13, 14, 15], "length")
 

@@ -6,11 +6,8 @@ import logging
 import secrets
 import time
 from collections import Counter
-from collections.abc import Iterator
-from concurrent.futures import Future
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-
-import numpy as np
 
 from ..errors import EngineError, PeltonError, RequestError
 from .detokenizer import Detokenizer
@@ -18,6 +15,7 @@ from .engine_config import EngineConfig, EngineStats, within
 from .executor import Executor, ExecutorLimits, StepOutput
 from .grammar.compiler import GrammarCompiler
 from .grammar.mask_filler import MaskFiller, MaskRows
+from .grammar.vocabulary import num_words
 from .inputs import logits_offsets, pack
 from .outputs import Delta, TokenEvent
 from .plan import PlanItem, StepPlan
@@ -26,9 +24,8 @@ from .request import Request
 from .sampler import Verification
 from .scheduler import Scheduler, SchedulerConfig
 from .sequence import Sequence
-from .speculate.draft import Draft
 from .speculate.speculator import DraftTerms, Speculator
-from .structured import Matcher
+from .structured import Masks, MasksOnDemand, Matcher
 from .tokenizer import Tokenizer
 
 __all__ = ["Engine", "EngineConfig", "EngineStats"]
@@ -237,31 +234,33 @@ class Engine:
 
     def _run(self, plan: StepPlan) -> None:
         start = time.monotonic()
-        masks = self._fill_masks(plan)
+        masks = self._masks(plan)
         output = self._executor.execute(pack(plan))
         self._scheduler.commit(plan)
-        self._advance(plan, output, masks)
+        self._advance(plan, output, masks())
         self._speculator.record_step(plan.num_tokens, time.monotonic() - start)
 
-    def _fill_masks(self, plan: StepPlan) -> tuple[list[Sequence], Future[list[MaskRows]]] | None:
-        """Start filling the masks of the sequences that have a form and sample in this step."""
-        if not self._num_forms:
-            return None
-        items = [item for item in plan.items if item.is_sampling]
+    def _masks(self, plan: StepPlan) -> Callable[[], Mapping[Sequence, Masks]]:
+        """What the sequences that have a form and sample in this step may say, when it has run.
+
+        A sampler that reads whole masks gets them filled beside the step. One on the host, whose cores the step itself
+        takes, asks for what it needs.
+        """
+        items = [item for item in plan.items if item.is_sampling] if self._num_forms else []
         asks = [(item, self._choice_of(item.sequence).matcher) for item in items]
         formed = [(item, matcher) for item, matcher in asks if matcher is not None]
         if not formed:
-            return None
+            return dict
+        if not self._sampler.reads_whole_masks:
+            words = num_words(self._limits.vocab_size)
+            return lambda: {i.sequence: MasksOnDemand(m, i.draft.token_ids, words) for i, m in formed}
         if self._mask_filler is None:
             self._mask_filler = MaskFiller(self._limits.vocab_size)
         future = self._mask_filler.submit([(matcher, item.draft.token_ids) for item, matcher in formed])
-        return [item.sequence for item, _ in formed], future
+        return lambda: dict(zip((item.sequence for item, _ in formed), future.result(), strict=True))
 
-    def _advance(
-        self, plan: StepPlan, output: StepOutput, masks: tuple[list[Sequence], Future[list[MaskRows]]] | None
-    ) -> None:
+    def _advance(self, plan: StepPlan, output: StepOutput, masks: Mapping[Sequence, Masks]) -> None:
         """Verify drafts and sample where the step reached the end of a sequence; score prompts that asked for it."""
-        rows_of = {} if masks is None else dict(zip(masks[0], masks[1].result(), strict=True))
         verifications: list[Verification] = []
         first_row = 0
         for item in plan.items:
@@ -270,7 +269,7 @@ class Engine:
                 is_scored = self._score_prompt(item.sequence, item.start, output, own_rows)
                 if is_scored and item.is_sampling:
                     row = own_rows.stop - 1 - len(item.draft)
-                    verifications += self._verifications(item, row, rows_of.get(item.sequence))
+                    verifications += self._verifications(item, row, masks.get(item.sequence))
             first_row = own_rows.stop
         # A form that fails may have ended other choices of its request.
         verifications = [one for one in verifications if not one.sequence.is_finished]
@@ -291,30 +290,15 @@ class Engine:
         if output.hidden is not None and seen:
             self._speculator.observe(output.hidden, seen, rows)
 
-    def _verifications(self, item: PlanItem, row: int, masks: MaskRows | None) -> Iterator[Verification]:
-        draft, rows = item.draft, None if masks is None else masks.rows
-        if masks is not None and masks.error is not None:
-            try:
-                rows = self._refill(item.sequence)
-            except EngineError:
+    def _verifications(self, item: PlanItem, row: int, masks: Masks | None) -> Iterator[Verification]:
+        draft = item.draft
+        if isinstance(masks, MaskRows):
+            if masks.error is not None:
                 self._end(item.sequence.request.request_id, "error", masks.error)
                 return
-        if rows is not None:
-            draft = _within_masks(draft, rows)
+            draft = masks.within(draft)
         for sequence in self._samplers_of(item.sequence):
-            yield Verification(sequence, row, draft, rows)
-
-    def _refill(self, sequence: Sequence) -> np.ndarray:
-        """The mask `[1, W]` of a form whose matcher has failed, by a new one: what broke it may have been a draft.
-
-        Raises `EngineError` if the form itself has outgrown its limits.
-        """
-        choice, grammar = self._choice_of(sequence), sequence.request.grammar
-        assert grammar is not None
-        choice.matcher = grammar.start(sequence.output_token_ids)
-        rows = np.zeros((1, -(-self._limits.vocab_size // 32)), np.int32)
-        choice.matcher.fill(rows[0])
-        return rows
+            yield Verification(sequence, row, draft, masks)
 
     def _accept_all(self, sequence: Sequence, events: list[TokenEvent | EngineError]) -> int:
         """Take what was verified until something of it ends the choice: how many drafted tokens were accepted."""
@@ -477,18 +461,6 @@ class Engine:
         for request_id in request_ids:
             message = f"request {request_id}: the engine failed on this request; the log has the cause"
             self._end(request_id, "error", EngineError(message))
-
-
-def _within_masks(draft: Draft, rows: np.ndarray) -> Draft:
-    """The beginning of `draft` that the masks `rows` `[R, W]` suffice for.
-
-    Of a drawn draft a token that its mask refuses stays, as the last: it is redrawn from the leftover.
-    """
-    num_tokens = len(rows) - 1
-    if draft.probs is not None and num_tokens < len(draft):
-        token_id = draft.token_ids[num_tokens]
-        num_tokens += not rows[num_tokens][token_id // 32] >> (token_id % 32) & 1
-    return draft.cut(num_tokens)
 
 
 def _is_last_of_form(matcher: Matcher, token_id: int) -> bool:

@@ -43,6 +43,7 @@ from .penalties import TokenCounts, has_penalties
 from .request import SamplingParams
 from .sequence import Sequence
 from .speculate.draft import NO_DRAFT, Draft
+from .structured import Masks
 from .truncation import draw, processed_weights
 
 # Lower log-probabilities, down to the -inf of masked tokens, are reported as this value: JSON has no -inf.
@@ -65,14 +66,13 @@ _ACCEPT, _LEFTOVER, DRAFT = 1, 2, 3
 class Verification:
     """What a step found out for `sequence`: row `row + j` of the logits follows the first j tokens of `draft`.
 
-    `mask` `[1 + len(draft), ceil(vocab_size / 32)]` int32 has a bit for each token that may follow there, lowest first
-    (None: all). Without a draft this is sampling.
+    `masks` tell which tokens may follow there (None: all). Without a draft this is sampling.
     """
 
     sequence: Sequence
     row: int
     draft: Draft = NO_DRAFT
-    mask: np.ndarray | None = None
+    masks: Masks | None = None
 
 
 class Sampler(Protocol):
@@ -80,6 +80,11 @@ class Sampler(Protocol):
 
     What it remembers of a sequence is a function of the sequence's tokens: dropped at any time, it is made again.
     """
+
+    @property
+    def reads_whole_masks(self) -> bool:
+        """Whether `Verification.masks` are read row by row, all of them: they are best filled beforehand."""
+        ...
 
     def validate(self, params: SamplingParams) -> None:
         """Raise `RequestError` naming the field where `params` do not fit the model's vocabulary.
@@ -120,6 +125,10 @@ class HostSampler:
         self._eos_token_ids = ids_within(vocab_size, eos_token_ids)
         self._counts: dict[Sequence, TokenCounts] = {}
 
+    @property
+    def reads_whole_masks(self) -> bool:
+        return False
+
     def validate(self, params: SamplingParams) -> None:
         check_vocabulary(params, self._vocab_size)
 
@@ -153,12 +162,15 @@ class HostSampler:
             if not is_valid[row]:
                 events.append(no_token(sequence, POISONED, place))
                 break
-            mask = None if verification.mask is None else verification.mask[place]
             try:
-                processed = self._process(logits[row], sequence, draft.token_ids[:place], mask, counts)
+                processed = self._process(logits[row], int(best[row]), verification, place, counts)
             except RequestError as error:
                 events.append(no_token(sequence, str(error), place))
                 break
+            except EngineError as error:  # of the form
+                if not place:
+                    events.append(error)
+                break  # what is ahead may have failed for the draft alone
             likeliest = int(best[row]) if processed is None else int(processed.argmax())
             if processed is not None and not np.isfinite(processed[likeliest]):
                 events.append(no_token(sequence, NOTHING_LEFT, place))
@@ -210,18 +222,24 @@ class HostSampler:
     def _process(
         self,
         row: np.ndarray,
-        sequence: Sequence,
-        drafted: tuple[int, ...],
-        mask: np.ndarray | None,
+        best: int,
+        verification: Verification,
+        place: int,
         counts: TokenCounts | None,
     ) -> np.ndarray | None:
-        """A processed copy of `row`, which follows `drafted`; None where nothing applies to it."""
-        params = sequence.request.params
+        """A processed copy of `row`, which is `place` tokens into the draft and whose largest logit is `best`'s.
+
+        None where nothing that applies to it changes what is chosen.
+        """
+        sequence, masks = verification.sequence, verification.masks
+        params, drafted = sequence.request.params, verification.draft.token_ids[:place]
         is_short = sequence.num_output_tokens + len(drafted) < params.min_tokens
-        is_changed = mask is not None or is_short or params.logit_bias or params.logits_processors
-        if not is_changed and counts is None:
-            return None
-        row = row.copy() if mask is None else np.where(allowed_tokens(mask, len(row)), row, -np.inf)
+        is_changed = is_short or params.logit_bias or params.logits_processors or counts is not None
+        if not is_changed:
+            is_greedy = params.temperature < GREEDY_BELOW
+            if masks is None or (is_greedy and masks.allows(place, best)):
+                return None
+        row = row.copy() if masks is None else _masked(row, masks.row(place))
         if is_short:
             row[self._eos_token_ids] = -np.inf
             row[list(params.stop_token_ids)] = -np.inf
@@ -253,6 +271,18 @@ def _run_processors(row: np.ndarray, sequence: Sequence, drafted: tuple[int, ...
 def allowed_tokens(mask: np.ndarray, vocab_size: int) -> np.ndarray:
     """`[vocab_size]` bool of the bits of `mask` `[ceil(vocab_size / 32)]` int32."""
     return np.unpackbits(mask.view(np.uint8), count=vocab_size, bitorder="little").view(np.bool_)
+
+
+def _masked(row: np.ndarray, mask: np.ndarray) -> np.ndarray:
+    """A copy of `row` with -inf for the tokens that `mask` leaves out."""
+    allowed = allowed_tokens(mask, len(row))
+    if 2 * np.count_nonzero(allowed) > len(row):  # whichever writes fewer
+        masked = row.copy()
+        masked[~allowed] = -np.inf
+    else:
+        masked = np.full_like(row, -np.inf)
+        np.copyto(masked, row, where=allowed)
+    return masked
 
 
 def accept_or_redraw(

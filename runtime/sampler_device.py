@@ -131,6 +131,10 @@ class DeviceSampler:
         self._counts = CountSlots(self._sizes.num_count_slots, vocab_size)
         self._table: Tensor | None = None  # [num_count_slots, vocab_size] int32, from the first penalty on
 
+    @property
+    def reads_whole_masks(self) -> bool:
+        return True
+
     def validate(self, params: SamplingParams) -> None:
         check_vocabulary(params, self._vocab_size)
 
@@ -144,7 +148,7 @@ class DeviceSampler:
             if _needs_host(one):
                 continue
             for place in range(len(one.draft) + 1):
-                mask = None if one.mask is None else one.mask[place]
+                mask = None if one.masks is None else one.masks.row(place)
                 tasks.append(
                     RowTask(len(tasks), one.row + place, one.sequence, one.draft.token_ids[:place], mask)
                 )

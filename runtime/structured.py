@@ -3,6 +3,7 @@
 StructuredOutput   what the user asked for        --compiled, off the engine's loop-->
 Grammar            compiled, shared by requests   --start-->
 Matcher            the place of one sequence in its output
+Masks              what its form allows there and behind each token of a draft
 """
 
 from __future__ import annotations
@@ -123,6 +124,67 @@ class Matcher(Protocol):
     def forced(self, max_tokens: int) -> list[int]:
         """The tokens that must follow, as far as each is the only one that may; at most `max_tokens`."""
         ...
+
+    def copy(self) -> Matcher:
+        """Another at the same place, which goes its own way: what breaks it does not break this one."""
+        ...
+
+
+class Masks(Protocol):
+    """What a form allows behind a sequence and its draft: at place j, behind j tokens of the draft.
+
+    Places are asked for in ascending order, and only those whose tokens before them the form takes. Both raise
+    `EngineError` where the form has outgrown its limits.
+    """
+
+    def allows(self, place: int, token_id: int) -> bool: ...
+
+    def row(self, place: int) -> np.ndarray:
+        """A mask as `Matcher.fill` makes it, `[ceil(vocab_size / 32)]` int32."""
+        ...
+
+
+class MasksOnDemand:
+    """`Masks` straight from `matcher`, which stays where it is; `draft` is what the places lie in.
+
+    A mask takes many times longer than the question whether one token may follow, and the token that a model likes
+    best mostly may.
+    """
+
+    def __init__(self, matcher: Matcher, draft: Sequence[int], num_words: int) -> None:
+        self._matcher = matcher
+        self._draft = draft
+        self._num_words = num_words
+        self._ahead: Matcher | None = None  # `_place` tokens into the draft
+        self._place = 0
+
+    def allows(self, place: int, token_id: int) -> bool:
+        matcher = self._at(place)
+        if not matcher.accept(token_id):
+            return False
+        matcher.rollback(1)
+        return True
+
+    def row(self, place: int) -> np.ndarray:
+        mask = np.empty(self._num_words, np.int32)
+        self._at(place).fill(mask)
+        return mask
+
+    def _at(self, place: int) -> Matcher:
+        if not place:
+            return self._matcher
+        if self._ahead is None:
+            self._ahead = self._matcher.copy()
+        for token_id in self._draft[self._place : place]:
+            if not self._ahead.accept(token_id):
+                raise ValueError(f"the form refuses token {self._place} of the draft, which was accepted")
+            self._place += 1
+        return self._ahead
+
+
+def allows(mask: np.ndarray, token_id: int) -> bool:
+    """Whether a mask as `Matcher.fill` makes it lets the token follow."""
+    return bool(mask[token_id // 32] >> (token_id % 32) & 1)
 
 
 class Grammar(Protocol):

@@ -11,7 +11,8 @@ import numpy as np
 from llguidance import LLExecutor, LLMatcher
 
 from ...errors import EngineError
-from ..structured import Matcher
+from ..speculate.draft import Draft
+from ..structured import Matcher, allows
 from .matcher import LlguidanceMatcher
 from .vocabulary import num_words
 
@@ -20,7 +21,7 @@ _MAX_NUM_THREADS = 16
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MaskRows:
-    """The masks of one matcher: `rows[j]` is what may follow `j` tokens of its draft.
+    """The `Masks` of one matcher, whole: `rows[j]` is what may follow `j` tokens of its draft.
 
     `rows` `[R, W]` int32, one more than the draft tokens that the grammar accepts; fewer where following the draft
     failed. `error` is why there are none.
@@ -28,6 +29,26 @@ class MaskRows:
 
     rows: np.ndarray
     error: EngineError | None = None
+
+    def allows(self, place: int, token_id: int) -> bool:
+        return allows(self.row(place), token_id)
+
+    def within(self, draft: Draft) -> Draft:
+        """The beginning of `draft`, which they are for, that they suffice for.
+
+        Of a drawn draft a token that its mask refuses stays, as the last: it is redrawn from the leftover.
+        """
+        num_tokens = len(self.rows) - 1
+        is_drawn = draft.probs is not None and num_tokens < len(draft)
+        if is_drawn and not self.allows(num_tokens, draft.token_ids[num_tokens]):
+            num_tokens += 1
+        return draft.cut(num_tokens)
+
+    def row(self, place: int) -> np.ndarray:
+        if self.error is not None:
+            raise self.error
+        row: np.ndarray = self.rows[place]
+        return row
 
 
 class MaskFiller:
@@ -100,30 +121,29 @@ class MaskFiller:
 def _without_refused(draft: Sequence[int], rows: np.ndarray) -> MaskRows:
     """Without the rows behind a token that the row before it leaves out."""
     num_accepted = 0
-    while num_accepted < len(rows) - 1 and _allows(rows[num_accepted], draft[num_accepted]):
+    while num_accepted < len(rows) - 1 and allows(rows[num_accepted], draft[num_accepted]):
         num_accepted += 1
     return MaskRows(rows[: num_accepted + 1])
 
 
-def _allows(row: np.ndarray, token_id: int) -> bool:
-    return bool(row[token_id // 32] >> (token_id % 32) & 1)
-
-
 def _fill_rows(matcher: Matcher, draft: Sequence[int], rows: np.ndarray) -> MaskRows:
     """One matcher, by its own methods."""
-    num_accepted = 0
     try:
         matcher.fill(rows[0])
-        for token_id in draft:
-            if not 0 <= token_id < 32 * rows.shape[1] or not _allows(rows[num_accepted], token_id):
-                break
-            if not matcher.accept(token_id):
-                break
-            num_accepted += 1
-            matcher.fill(rows[num_accepted])
-        matcher.rollback(num_accepted)
     except EngineError as error:
         return MaskRows(rows[:0], error)
     except Exception as error:  # of this sequence alone
         return MaskRows(rows[:0], EngineError(f"the form of the output cannot be kept: {error}"))
-    return MaskRows(rows[: num_accepted + 1])
+    num_filled = 1
+    try:
+        ahead = matcher.copy() if draft else matcher
+        for token_id in draft:
+            if not 0 <= token_id < 32 * rows.shape[1] or not allows(rows[num_filled - 1], token_id):
+                break
+            if not ahead.accept(token_id):
+                break
+            ahead.fill(rows[num_filled])
+            num_filled += 1
+    except Exception:  # of this draft alone
+        pass
+    return MaskRows(rows[:num_filled])

@@ -98,6 +98,11 @@ class LlguidanceMatcher:
         self.rollback(len(tokens))
         return tokens
 
+    def copy(self) -> LlguidanceMatcher:
+        copy = LlguidanceMatcher(self.vocabulary, self._raw.deep_copy(), self._outgrown)
+        copy._num_ends = self._num_ends
+        return copy
+
     def raw_for(self, draft: Sequence[int]) -> LLMatcher | None:
         """llguidance's matcher, if that alone can go through `draft`: it knows neither an end taken nor padding."""
         ends = self.vocabulary.eos_token_ids

@@ -225,11 +225,10 @@ def _forced_tokens(matcher: Matcher) -> tuple[int, ...]:
 
 def _num_valid(matcher: Matcher, token_ids: Seq[int]) -> int:
     """How many of `token_ids` the matcher, which stays where it is, would take."""
-    num_valid = 0
+    ahead, num_valid = matcher.copy(), 0
     try:
-        while num_valid < len(token_ids) and matcher.accept(token_ids[num_valid]):
+        while num_valid < len(token_ids) and ahead.accept(token_ids[num_valid]):
             num_valid += 1
-        matcher.rollback(num_valid)
-    except EngineError:
-        return 0
+    except EngineError:  # what the draft has outgrown is no fault of the sequence
+        pass
     return num_valid

@@ -12,6 +12,7 @@ import torch
 
 from pelton.errors import EngineError
 from pelton.plugins_trt.sampling_memory import sampler_sizes
+from pelton.runtime.grammar.mask_filler import MaskRows
 from pelton.runtime.outputs import TokenEvent
 from pelton.runtime.request import Request, SamplingParams
 from pelton.runtime.sampler import HostSampler, Verification
@@ -59,8 +60,8 @@ def some_verifications(rng: random.Random, logits: np.ndarray) -> list[Verificat
         drafted = [int(logits[row + i].argmax()) for i in range(length)]
         if length and rng.random() < 0.5:
             drafted[-1] = rng.randrange(VOCAB_SIZE)
-        mask = mask_of(rng, length + 1) if rng.random() < 0.3 else None
-        verifications.append(Verification(sequence, row, Draft(tuple(drafted)), mask))
+        masks = MaskRows(mask_of(rng, length + 1)) if rng.random() < 0.3 else None
+        verifications.append(Verification(sequence, row, Draft(tuple(drafted)), masks))
         row += length + 1
     return verifications
 

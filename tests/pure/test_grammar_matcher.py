@@ -276,6 +276,9 @@ class _Broken:
     def forced(self, max_tokens: int) -> list[int]:
         return []
 
+    def copy(self) -> _Broken:
+        return self
+
 
 def test_what_fails_for_one_matcher_is_an_error_of_its_own() -> None:
     shared, sound = grammar(POINT).start(), grammar(POINT).start()

@@ -203,16 +203,24 @@ def drafters(seed: int) -> dict[str, Drafter]:
 @pytest.mark.parametrize("name", ["model", "lookup", "ngram", "suffix"])
 @pytest.mark.parametrize("num_blocks", [50, 41], ids=["roomy", "tight"])
 def test_every_combination_gives_the_same_output_with_drafts(name: str, num_blocks: int) -> None:
-    """Also chunked prompts, a shared prefix, preemption, choices, and requests in one batch that draft and do not."""
+    """Also chunked prompts, a shared prefix, preemption, choices, requests in one batch that draft and do not, and
+    masks that are filled beforehand or when they are asked for.
+    """
     num_accepted = num_preemptions = 0
     for seed in range(3):
         requests = some_requests(random.Random(f"{seed}"), 24)
         config = EngineConfig(check_invariants=True, max_chunk_tokens=(None, 5, 16)[seed])
         limits = replace(LIMITS, num_blocks=num_blocks)
-        make = lambda: ScriptedExecutor(lambda _: 0, limits, logits_of=noise(NUM_PADDED_LOGITS, seed))  # noqa: E731, B023
-        plain = outputs_of(Engine(make(), TOKENIZER, config), requests)
+        whole, asked = (
+            ScriptedExecutor(
+                lambda _: 0, limits, logits_of=noise(NUM_PADDED_LOGITS, seed), reads_whole_masks=is_whole
+            )
+            for is_whole in (True, False)
+        )
+        first, second = (whole, asked) if seed % 2 else (asked, whole)
+        plain = outputs_of(Engine(first, TOKENIZER, config), requests)
         drafter = drafters(seed)[name]
-        engine = drafting_engine(make(), TOKENIZER, drafter, config=config, is_adaptive=seed == 1)
+        engine = drafting_engine(second, TOKENIZER, drafter, config=config, is_adaptive=seed == 1)
         drafted = outputs_of(engine, requests)
         assert drafted.keys() == plain.keys()
         for key, expected in plain.items():
@@ -277,6 +285,8 @@ class BrokenMatcher:
         mask[:] = -1
 
     def accept(self, token_id: int) -> bool:
+        if self.is_broken:
+            raise EngineError("the form outgrew its limits")
         self.num_accepted += 1
         self.is_broken |= token_id == 4
         return True
@@ -286,6 +296,9 @@ class BrokenMatcher:
 
     def forced(self, max_tokens: int) -> list[int]:
         return []
+
+    def copy(self) -> BrokenMatcher:
+        return BrokenMatcher([4] if self.is_broken else [])
 
 
 class BrokenGrammar:
@@ -298,8 +311,11 @@ FORM_THAT_FAILS = SamplingParams(
 )
 
 
-def test_a_form_that_fails_ends_its_request_alone() -> None:
-    executor = ScriptedExecutor(lambda context: (context[-1] + 1) % 90, LIMITS)
+@pytest.mark.parametrize("reads_whole_masks", [False, True])
+def test_a_form_that_fails_ends_its_request_alone(reads_whole_masks: bool) -> None:
+    executor = ScriptedExecutor(
+        lambda context: (context[-1] + 1) % 90, LIMITS, reads_whole_masks=reads_whole_masks
+    )
     engine = Engine(executor, TOKENIZER, EngineConfig(check_invariants=True))
     requests = [
         Request("bad", (1,), FORM_THAT_FAILS, grammar=BrokenGrammar()),
@@ -313,8 +329,11 @@ def test_a_form_that_fails_ends_its_request_alone() -> None:
     assert got["good", 0]["tokens"] == list(range(2, 11))
 
 
-def test_a_draft_that_breaks_a_form_does_not_end_its_request() -> None:
-    executor = ScriptedExecutor(certain([11, 12, 13, 14, 15, 16], 1), LIMITS)
+@pytest.mark.parametrize("reads_whole_masks", [False, True])
+def test_a_draft_that_breaks_a_form_does_not_end_its_request(reads_whole_masks: bool) -> None:
+    executor = ScriptedExecutor(
+        certain([11, 12, 13, 14, 15, 16], 1), LIMITS, reads_whole_masks=reads_whole_masks
+    )
     engine = drafting_engine(executor, TOKENIZER, FixedDrafter([4, 4]))
     params = replace(FORM_THAT_FAILS, max_tokens=5, presence_penalty=0.0)
     got = outputs_of(engine, [Request("r", (1,), params, grammar=BrokenGrammar())])["r", 0]
@@ -329,10 +348,17 @@ class DrawnDrafter(FixedDrafter):
         return Draft(draft.token_ids, np.eye(NUM_PADDED_LOGITS, dtype=np.float32)[list(draft.token_ids)])
 
 
+@pytest.mark.parametrize("reads_whole_masks", [False, True])
 @pytest.mark.parametrize("drafted", [[12, 13, 4], [4, 12], [12, 4]])
-def test_a_drawn_draft_that_breaks_a_form_does_not_end_its_request(drafted: list[int]) -> None:
+def test_a_drawn_draft_that_breaks_a_form_does_not_end_its_request(
+    drafted: list[int], reads_whole_masks: bool
+) -> None:
     """Its masks end where the form broke, though tokens before that are accepted."""
-    executor = ScriptedExecutor(lambda context: min(context[-1] + 1, 90) if context[-1] > 10 else 11, LIMITS)
+    executor = ScriptedExecutor(
+        lambda context: min(context[-1] + 1, 90) if context[-1] > 10 else 11,
+        LIMITS,
+        reads_whole_masks=reads_whole_masks,
+    )
     engine = drafting_engine(executor, TOKENIZER, DrawnDrafter(drafted))
     params = replace(FORM_THAT_FAILS, max_tokens=5, presence_penalty=0.0, temperature=0.01)
     got = outputs_of(engine, [Request("r", (1,), params, grammar=BrokenGrammar())])["r", 0]

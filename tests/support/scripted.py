@@ -45,6 +45,14 @@ def noise(vocab_size: int, seed: int = 0, scale: float = 3.0) -> LogitsOf:
     return logits_of
 
 
+class _WholeMasksSampler(HostSampler):
+    """Gets masks as a sampler on a GPU does."""
+
+    @property
+    def reads_whole_masks(self) -> bool:
+        return True
+
+
 class ScriptedExecutor:
     """Implements `pelton.runtime.executor.Executor` on numpy pages that hold token ids (-1: never written).
 
@@ -60,8 +68,10 @@ class ScriptedExecutor:
         logits_of: LogitsOf | None = None,
         before_step: Callable[[int, StepInputs], None] | None = None,
         after_step: Callable[[int, np.ndarray], None] | None = None,
+        reads_whole_masks: bool = False,
     ) -> None:
         self._next_token = next_token
+        self._reads_whole_masks = reads_whole_masks
         self._logits_of = logits_of
         self._limits = limits
         self._pages = np.full((limits.num_blocks, limits.block_size), -1, np.int64)
@@ -107,7 +117,8 @@ class ScriptedExecutor:
         return StepOutput(logits)
 
     def make_sampler(self, eos_token_ids: Iterable[int]) -> HostSampler:
-        return HostSampler(self._limits.vocab_size, eos_token_ids)
+        make = _WholeMasksSampler if self._reads_whole_masks else HostSampler
+        return make(self._limits.vocab_size, eos_token_ids)
 
     def close(self) -> None:
         pass

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterable
 from pathlib import Path
@@ -16,6 +17,8 @@ from ..plugins_trt.cpu_engine import CpuEngine, EngineProgram
 from .executor import ExecutorLimits, StepOutput
 from .inputs import StepInputs
 from .sampler import HostSampler
+
+log = logging.getLogger(__name__)
 
 
 class CpuExecutor:
@@ -40,6 +43,13 @@ class CpuExecutor:
                     f"threads: {num_threads} is above the {num_processors} processors that are here"
                 )
             torch.set_num_threads(num_threads)
+        num_parts = manifest.engine.get("num_threads", 0)
+        if torch.get_num_threads() > num_parts > 0:
+            log.warning(
+                "the engine was built for %d threads and gains nothing from more; build it again here for %d",
+                num_parts,
+                torch.get_num_threads(),
+            )
         limits = manifest.limits
         block_bytes = EngineProgram.read(directory).block_bytes
         available = limits.kv_cache_bytes if kv_cache_bytes is None else kv_cache_bytes

@@ -58,7 +58,7 @@ _INDUCTOR_OPTIONS: dict[str, Any] = {
     "max_autotune_gemm_backends": "CPP",
     "assert_indirect_indexing": False,  # indices come from the block tables that we made
     "cpp.enable_floating_point_contract_flag": "fast",
-    "cpp.dynamic_threads": True,  # the number of threads is the runtime's choice
+    "cpp.dynamic_threads": True,  # the number of threads is the runtime's choice, up to that of the parts of a GEMM
     "aot_inductor.package": True,
     "aot_inductor.package_constants_in_so": False,
     "aot_inductor.package_constants_on_disk_format": "pickle_weights",
@@ -72,16 +72,20 @@ def lower(
     *,
     dtype: torch.dtype,
     block_size: int,
+    num_threads: int,
     directory: Path,
     on_progress: Callable[[str], None] = lambda _: None,
 ) -> EngineProgram:
-    """Compile `segments` into `directory`. Raises `BuildError` naming the segment that Inductor refuses."""
+    """Compile `segments` into `directory`. Raises `BuildError` naming the segment that Inductor refuses.
+
+    GEMMs are cut into `num_threads` parts, so that no more threads ever share them.
+    """
     attentions = [attention_of(node) for segment in segments for node in segment.attention()]
     windows = tuple(sorted({a.window for a in attentions}))
     _check(attentions)
     has_sinks = any(a.sinks is not None for a in attentions)
     use_tiles = uses_tiles(dtype, (a.soft_cap for a in attentions), has_sinks=has_sinks)
-    lowering = _Lowering(graph_module, geometry, dtype, block_size)
+    lowering = _Lowering(graph_module, geometry, dtype, block_size, num_threads)
     classes: dict[Hashable, tuple[_Library, _Library | None]] = {}
     programs = []
     store = _WeightStore()
@@ -186,11 +190,13 @@ class _Lowering:
         geometry: tuple[KVGeometry, ...],
         dtype: torch.dtype,
         block_size: int,
+        num_threads: int,
     ) -> None:
         self._graph_module = graph_module
         self._geometry = geometry
         self._dtype = dtype
         self._block_size = block_size
+        self._options = {**_INDUCTOR_OPTIONS, "cpp.threads": num_threads}
 
     def compile(self, segment: Segment, path: Path, *, use_tiles: bool) -> _Library:
         generator = torch.Generator().manual_seed(0)
@@ -204,7 +210,7 @@ class _Lowering:
                     module, (inputs, extras), dynamic_shapes=(input_shapes, extra_shapes), strict=False
                 )
                 files = torch._inductor.aot_compile(
-                    program.module(check_guards=False), (inputs, extras), options=dict(_INDUCTOR_OPTIONS)
+                    program.module(check_guards=False), (inputs, extras), options=dict(self._options)
                 )
         except Exception as error:
             raise BuildError(f"Inductor refused {segment.name}: {first_line(error)}") from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import re
 import subprocess
@@ -71,7 +72,7 @@ class CpuTarget:
         return host_needs()
 
     def options(self) -> Mapping[str, Any]:
-        return {"cpu_flags": list(self.needs().cpu_flags)}
+        return {"cpu_flags": list(self.needs().cpu_flags), "num_threads": _num_threads()}
 
     def command_options(self) -> Mapping[str, object]:
         return {}
@@ -98,9 +99,13 @@ class CpuTarget:
         with progress.stage("compile"):
             program = cpu.lower(
                 graph_module, segments, geometry, dtype=exported.dtype, block_size=exported.limits.block_size,
-                directory=directory, on_progress=progress.note,
+                num_threads=_num_threads(), directory=directory, on_progress=progress.note,
             )  # fmt: skip
-        return {"num_segments": len(program.segments), "windows": list(program.windows)}
+        return {
+            "num_segments": len(program.segments),
+            "windows": list(program.windows),
+            "num_threads": _num_threads(),
+        }
 
     def engine_step(self, directory: Path, trace: Trace) -> StepFunction:
         engine = CpuEngine(directory, num_blocks=trace.num_blocks)
@@ -114,6 +119,11 @@ class CpuTarget:
                 step.logits_rows,
             )
         )
+
+
+def _num_threads() -> int:
+    """Threads that may share an engine's GEMMs: one for each processor, whatever this process itself uses of them."""
+    return os.cpu_count() or 1
 
 
 def _has_sinks(config: Any) -> bool:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import math
 from collections import deque
 from dataclasses import dataclass, field
-from statistics import median
 
 import numpy as np
 
 _EXACT = 12  # numbers of tokens up to here are told apart, larger ones in ratios of _RATIO
 _RATIO = 1.08
-_SAMPLES = 7  # the latest of a range; their median bears three outliers
+_SAMPLES = 15  # the latest of a range
+_QUANTILE = (
+    0.25  # of them that counts: what disturbs a step only ever makes it slower, and mostly several in a row
+)
 _FEWEST = 3  # fewer measure nothing: a first step of a shape often pays for more than itself
 _MAX_AGE = 512  # records after which a range that saw none of them is forgotten
 
@@ -27,11 +29,12 @@ class _Range:
     def add(self, num_tokens: int, seconds: float) -> None:
         self.samples.append((num_tokens, seconds))
         size = sum(n for n, _ in self.samples) / len(self.samples)
-        self.point = size, median(s for _, s in self.samples)
+        times = sorted(seconds for _, seconds in self.samples)
+        self.point = size, times[int(_QUANTILE * len(times))]
 
 
 class StepCosts:
-    """Seconds as a function of tokens that never falls, through the medians of recent measurements.
+    """Seconds as a function of tokens that never falls, through the lower quartiles of recent measurements.
 
     Below the measurements it is level, or falls to 0 at no tokens (`is_free_at_zero`). Above them it goes on as
     steeply as between the last two, never more steeply than in proportion to the tokens, and level behind a single

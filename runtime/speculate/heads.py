@@ -115,21 +115,20 @@ class HeadDrafter:
         draft_tokens: Tensor,
         *,
         vocab_size: int,
-        max_batch_size: int,
         min_probability: float = DEFAULT_MIN_PROBABILITY,
     ) -> None:
         self._network = network
         self._draft_tokens = draft_tokens
         self._vocab_size = vocab_size
         self._min_probability = min_probability
-        self._states = _StatePool(network, max_batch_size, draft_tokens.device)
+        self._states = _States(network.dtype, draft_tokens.device)
 
     @property
     def is_lookup(self) -> bool:
         return False
 
     def observe(self, hidden: np.ndarray | Tensor, sequences: Seq[Sequence], rows: Seq[int]) -> None:
-        """As `Drafter.observe`; `sequences` have their newest tokens already."""
+        """As `Drafter.observe`; `sequences` have their newest tokens already. Others have no draft in the next step."""
         if sequences:
             self._states.keep(torch.as_tensor(hidden), sequences, rows)
 
@@ -140,7 +139,7 @@ class HeadDrafter:
         """Holds nothing that needs it."""
 
     def propose(self, asks: Seq[DraftAsk]) -> list[Draft]:
-        """Empty for a sequence whose newest token was not observed."""
+        """Empty for a sequence whose newest token was not observed in the last step."""
         guesses = [_Guess(ask) for ask in asks if self._states.is_fresh(ask.sequence)]
         if guesses:
             with torch.inference_mode():
@@ -225,46 +224,31 @@ class _Guess:
         return Draft(tuple(self.tokens), np.stack(self._probs) if self._probs else None)
 
 
-class _StatePool:
-    """The last hidden state of each sequence, and how many tokens the sequence had with the one chosen from it."""
+class _States:
+    """The hidden states of the step that was observed last, and how many tokens each sequence had with the one chosen
+    from its state.
+    """
 
-    def __init__(self, network: HeadNetwork, max_batch_size: int, device: torch.device) -> None:
-        shape = (max_batch_size, network.hidden_size)
-        self._states = torch.zeros(shape, dtype=network.dtype, device=device)
-        self._slots: dict[Sequence, int] = {}
-        self._free = list(range(max_batch_size))
-        self._num_tokens: dict[Sequence, int] = {}
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        self._dtype = dtype
+        self._device = device
+        self._states = torch.empty(0)  # [B, hidden_size]
+        self._rows: dict[Sequence, tuple[int, int]] = {}  # row of the state, tokens of the sequence
 
     def keep(self, hidden: Tensor, sequences: Seq[Sequence], rows: Seq[int]) -> None:
-        slots = [self._slot(sequence) for sequence in sequences]
-        device = self._states.device
-        states = hidden[torch.tensor(list(rows), device=hidden.device)]
-        self._states[torch.tensor(slots, device=device)] = states.to(device, self._states.dtype)
-        for sequence in sequences:
-            self._num_tokens[sequence] = sequence.num_tokens
+        chosen = torch.tensor(list(rows), device=hidden.device)
+        self._states = hidden.index_select(0, chosen).to(self._device, self._dtype)
+        self._rows = {sequence: (row, sequence.num_tokens) for row, sequence in enumerate(sequences)}
 
     def is_fresh(self, sequence: Sequence) -> bool:
-        return self._num_tokens.get(sequence) == sequence.num_tokens
+        return sequence in self._rows and self._rows[sequence][1] == sequence.num_tokens
 
     def rows(self, sequences: Seq[Sequence]) -> Tensor:
-        slots = [self._slots[sequence] for sequence in sequences]
-        return self._states[torch.tensor(slots, device=self._states.device)]
+        rows = [self._rows[sequence][0] for sequence in sequences]
+        return self._states.index_select(0, torch.tensor(rows, device=self._device))
 
     def drop(self, sequence: Sequence) -> None:
-        slot = self._slots.pop(sequence, None)
-        if slot is not None:
-            self._free.append(slot)
-            del self._num_tokens[sequence]
-
-    def _slot(self, sequence: Sequence) -> int:
-        if sequence in self._slots:
-            return self._slots[sequence]
-        if not self._free:  # sequences that were preempted keep theirs
-            size = len(self._states)
-            self._states = torch.cat([self._states, torch.zeros_like(self._states)])
-            self._free = list(range(size, 2 * size))
-        slot = self._slots[sequence] = self._free.pop()
-        return slot
+        self._rows.pop(sequence, None)
 
 
 def load_heads(
@@ -288,7 +272,6 @@ def load_heads(
         make_network(config, weights),
         weights["draft_tokens"],
         vocab_size=limits.vocab_size,
-        max_batch_size=limits.max_batch_size,
         min_probability=min_probability,
     )
 

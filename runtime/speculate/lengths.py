@@ -32,11 +32,19 @@ _PLAIN_AFTER = (
 _FIRST_PLAIN_AFTER = 2  # the same before that time was ever measured
 _VARIED_EVERY = 8  # steps after which one may have fewer drafts than seem best, to learn the times between
 _VARIED_PARTS = (0.5, 0.7, 0.85)
-_PROBE_SHARE = 0.01  # part of the time that may go into probes of what does not seem to pay
+_PROBE_SHARE = 0.005  # part of the time that may go into probes of what does not seem to pay
 _PROBE_TOKENS = 4
 _PROBE_COST = 0.1  # of a step, which a probe is taken to cost at least, unless its part of the rows is less
+_TRUST_DECAY = 0.95  # per step with drafts: what the last 20 or so promised and kept counts ...
+_TRUST_RECOVERY = 0.995  # ... and less with every other step, so that distrust does not last without drafts
+_TRUST_TOKENS = 8.0  # tokens that were promised and kept before anything is known
 _IDLE_AFTER = 8  # refusals in a row after which a sequence is looked up only every _IDLE_EVERY steps
 _IDLE_EVERY = 8
+_REST_AFTER = (
+    8  # refusals of whole steps in a row, after which only every _REST_STEPS is there anything to decide
+)
+_REST_STEPS = 4
+_MISSED_LOOKUPS = 8  # sequences whose last look-up found nothing and that are looked up in a step, in turn
 _EVIDENCE_AGE = 32  # steps after which the acceptance of a sequence is worth a probe
 _DRAFTED_AGE = 256  # steps without any draft after which the time of drafted rows is worth one
 
@@ -49,6 +57,8 @@ class _Own:
     passed: list[float] = field(default_factory=lambda: [0.0] * _NUM_GROUPS)
     seen: int = 0  # the step of the newest evidence
     num_idle: int = 0  # steps in a row that gave it nothing of what was wanted
+    asked: int = 0  # the step before which it was looked up last
+    has_missed: bool = False  # the look-up found nothing
 
 
 class DraftLengths:
@@ -56,11 +66,13 @@ class DraftLengths:
 
     The token at position j of a draft counts if the j before it do, so its worth is the product of the acceptances
     up to it. These are learned by position, not as one rate per token, for all sequences and, on top, for each.
-    The step's time is learned by its number of tokens. Of all drafted tokens the most promising are taken, as few
-    as come near the most expected tokens per second. A full batch of unpredictable text thus gets none. What was
-    found not to pay is tried again, rarely enough that trying takes about a hundredth of the time.
+    The step's time is learned by its number of tokens, for steps with prompts apart. Of all drafted tokens the most
+    promising are taken, as few as come near the most expected tokens per second. The most promising of many are those
+    that chance flatters, so what is expected is scaled by what drafts promised before and kept. A full batch of
+    unpredictable text thus gets none. What was found not to pay is tried again, rarely enough that trying takes less
+    than a hundredth of the time.
 
-    A cheap drafter is best asked first, for the sequences that are `is_due`, and `allocate` then given the lengths of
+    A cheap drafter is best asked first, for the sequences that are `due`, and `allocate` then given the lengths of
     its drafts; its unverified drafts go to `shadow`. Without `is_adaptive` everything is given. Holds no clock:
     seconds come from the caller.
     """
@@ -70,9 +82,16 @@ class DraftLengths:
         self._tried = [_FIRST_TRIALS] * _MAX_POSITIONS
         self._passed = [_FIRST_TRIALS * _FIRST_RATE] * _MAX_POSITIONS
         self._own: dict[Sequence, _Own] = {}
-        self._steps = StepCosts()
+        self._pure_steps = StepCosts()  # a token for each sequence, and drafts
+        self._mixed_steps = StepCosts()  # with prompts: fewer rows of logits, more attention
+        self._steps = self._pure_steps  # those of the step under way
+        self._promised = self._kept = 0.0  # tokens of drafts, expected and accepted
+        self._promises: set[Sequence] = set()  # those of which a draft is expected in the step under way ...
+        self._step_promised = self._step_kept = 0.0  # ... and the same of it
         self._proposals = StepCosts(is_free_at_zero=True)
         self._num_steps = 0
+        self._looked_up: list[Sequence] = []  # since the last step
+        self._num_refused = 0  # steps in a row that gave nothing of what was wanted
         self._last_drafted = 0
         self._last_plain = 0
         self._credit = 0.0  # seconds that probes may take
@@ -83,42 +102,62 @@ class DraftLengths:
         `wanted` has every sequence that gets a token of this step, with 0 where it can use no draft. `num_tokens` is
         the step without drafts: one for each of these and what there is of prompts.
         """
-        limits = [limit for _, limit in wanted]
-        self._num_steps += 1
-        is_pure = num_tokens == len(wanted)
-        if not self._is_adaptive or not any(limits):
-            if is_pure:
-                self._last_plain = self._num_steps
-            return limits
-        gains = self._gains(wanted)
-        given = self._best(gains, limits, num_tokens)
-        if any(given) and is_pure and self._is_plain_due(num_tokens):
-            given = [0] * len(limits)
-        elif not any(given):
-            given = self._probe(wanted, num_tokens)
-        if any(given):
-            self._last_drafted = self._num_steps
-        elif is_pure:
-            self._last_plain = self._num_steps
-        for (sequence, limit), length in zip(wanted, given, strict=True):
-            if limit and (own := self._own.get(sequence)) is not None:
+        self._begin_step(is_pure=num_tokens == len(wanted))
+        asked = [(sequence, limit) for sequence, limit in wanted if limit]
+        self._note_misses({sequence for sequence, _ in asked})
+        if not self._is_adaptive or not asked:
+            self._note_drafted(bool(asked))
+            return [limit for _, limit in wanted]
+        if self._rests(self._num_steps):
+            self._note_drafted(False)
+            return [0] * len(wanted)
+        given = self._allot(asked, len(wanted), num_tokens)
+        self._num_refused = 0 if any(given) else self._num_refused + 1
+        self._note_drafted(any(given))
+        for (sequence, _), length in zip(asked, given, strict=True):
+            if (own := self._own.get(sequence)) is not None:
                 own.num_idle = 0 if length else own.num_idle + 1
-        return given
+        lengths = iter(given)
+        return [next(lengths) if limit else 0 for _, limit in wanted]
 
-    def is_due(self, sequence: Sequence) -> bool:
-        """Whether a look-up for `sequence` may pay in the next step. Where drafts were long refused, now and then.
+    def due(self, sequences: Seq[Sequence]) -> list[Sequence]:
+        """Those of `sequences` that are worth a look-up before the next step; they are taken to be looked up.
 
-        In a full batch of unpredictable text looking up and comparing would itself take a part of the step.
+        Where drafts were long refused that is now and then, and where nothing was found it is some of them in turn: in
+        a full batch of unpredictable text looking up and comparing would itself take a part of the step.
         """
-        own = self._own.get(sequence)
-        if own is None or not self._is_adaptive or own.num_idle < _IDLE_AFTER:
-            return True
-        return self._num_steps - own.seen >= _IDLE_EVERY
+        if not self._is_adaptive:
+            return list(sequences)
+        self._looked_up = []
+        if self._rests(self._num_steps + 1):
+            return []
+        owns = [(sequence, self._own.setdefault(sequence, _Own())) for sequence in sequences]
+        missed = sorted((own.asked, i) for i, (_, own) in enumerate(owns) if own.has_missed)
+        turn = {i for _, i in missed[:_MISSED_LOOKUPS]}
+        for i, (sequence, own) in enumerate(owns):
+            is_idle = own.num_idle >= _IDLE_AFTER and self._num_steps - own.seen < _IDLE_EVERY
+            if i in turn or not (own.has_missed or is_idle):
+                own.asked = self._num_steps
+                self._looked_up.append(sequence)
+        return list(self._looked_up)
 
     def record(self, sequence: Sequence, num_draft_tokens: int, num_accepted_tokens: int) -> None:
         """Of a verified draft, `num_accepted_tokens` were right, and the next, where there is one, was not."""
         if num_draft_tokens < 1:
             return
+        if sequence in self._promises:
+            self._step_kept += num_accepted_tokens
+        self._learn(sequence, num_draft_tokens, num_accepted_tokens)
+
+    def shadow(self, sequence: Sequence, num_draft_tokens: int, num_agreed: int) -> None:
+        """A draft that was not verified: its first `num_agreed` tokens are what came, the next is not.
+
+        `num_draft_tokens` is the part of it that can be compared with what came.
+        """
+        if num_draft_tokens > 0:
+            self._learn(sequence, num_draft_tokens, num_agreed)
+
+    def _learn(self, sequence: Sequence, num_draft_tokens: int, num_accepted_tokens: int) -> None:
         own = self._own.setdefault(sequence, _Own())
         own.seen = self._num_steps
         if 2 * num_accepted_tokens >= num_draft_tokens:
@@ -135,57 +174,100 @@ class DraftLengths:
             own.tried[group] = own.tried[group] * _OWN_DECAY + end - start
             own.passed[group] = own.passed[group] * _OWN_DECAY + max(min(num_accepted_tokens, end) - start, 0)
 
-    def shadow(self, sequence: Sequence, num_draft_tokens: int, num_agreed: int) -> None:
-        """A draft that was not verified: its first `num_agreed` tokens are what came, the next is not.
-
-        `num_draft_tokens` is the part of it that can be compared with what came.
-        """
-        self.record(sequence, num_draft_tokens, num_agreed)
-
     def record_step(self, num_tokens: int, seconds: float) -> None:
-        """A step of `num_tokens`, prompts and drafts included, took `seconds` without the drafting."""
+        """The step that `allocate` was last asked for took `seconds` without the drafting, for `num_tokens` in all."""
         if num_tokens > 0 and seconds > 0:
             self._steps.record(num_tokens, seconds)
+            self._credit += _PROBE_SHARE * seconds
 
     def record_propose(self, num_tokens: int, seconds: float) -> None:
-        """Drafting `num_tokens`, over all sequences, took `seconds`. Need not be told for look-ups."""
+        """Drafting took `seconds`, for `num_tokens` that were allotted. Not of look-ups, which come before that."""
         if num_tokens > 0:
             self._proposals.record(num_tokens, seconds)
 
     def end(self, sequence: Sequence) -> None:
         """Forget `sequence`, of which nothing may be recorded from then on. Idempotent."""
         self._own.pop(sequence, None)
+        self._promises.discard(sequence)
+
+    def _begin_step(self, *, is_pure: bool) -> None:
+        self._num_steps += 1
+        self._steps = self._pure_steps if is_pure else self._mixed_steps
+        decay = _TRUST_DECAY if self._promises else _TRUST_RECOVERY
+        self._promised = self._promised * decay + self._step_promised
+        self._kept = self._kept * decay + self._step_kept
+        self._step_promised = self._step_kept = 0.0
+        self._promises.clear()
+
+    def _rests(self, step: int) -> bool:
+        return self._num_refused >= _REST_AFTER and step % _REST_STEPS != 0
+
+    def _note_misses(self, found: set[Sequence]) -> None:
+        for sequence in self._looked_up:
+            if (own := self._own.get(sequence)) is not None:
+                own.has_missed = sequence not in found
+        self._looked_up = []
+
+    def _note_drafted(self, has_drafts: bool) -> None:
+        if has_drafts:
+            self._last_drafted = self._num_steps
+        elif self._steps is self._pure_steps:
+            self._last_plain = self._num_steps
+
+    def _allot(self, asked: Seq[tuple[Sequence, int]], num_sequences: int, num_tokens: int) -> list[int]:
+        """The draft tokens of each that asked, of `num_sequences` that get a token."""
+        gains = self._gains(asked)  # [A, K]
+        given = self._best(gains, [limit for _, limit in asked], num_sequences, num_tokens)
+        if not any(given):
+            return self._probe(asked, num_tokens)
+        if self._steps is self._pure_steps and self._is_plain_due(num_tokens):
+            return [0] * len(asked)
+        for (sequence, _), row, length in zip(asked, gains, given, strict=True):
+            if length:
+                self._promises.add(sequence)
+                self._step_promised += float(row[:length].sum())
+        return given
 
     def _gains(self, wanted: Seq[tuple[Sequence, int]]) -> np.ndarray:
-        """`[B, K]` float64: the chance that a draft of a sequence is right up to and with position k."""
+        """`[A, K]` float64: the chance that a draft of a sequence is right up to and with position k."""
         num_positions = max(limit for _, limit in wanted)
         none = _Own()
         owns = [self._own.get(sequence, none) for sequence, _ in wanted]
         positions = np.minimum(np.arange(num_positions), _MAX_POSITIONS - 1)
         groups = np.searchsorted(_GROUP_STARTS, positions, side="right") - 1
-        tried = np.array([own.tried for own in owns])[:, groups]  # [B, K]
-        passed = np.array([own.passed for own in owns])[:, groups]  # [B, K]
+        tried = np.array([own.tried for own in owns])[:, groups]  # [A, K]
+        passed = np.array([own.passed for own in owns])[:, groups]  # [A, K]
         shared = (np.array(self._passed) / np.array(self._tried))[positions]  # [K]
         rates = (passed + _SHARED_TRIALS * shared) / (tried + _SHARED_TRIALS)
         gains: np.ndarray = np.cumprod(rates, axis=1)
         return gains
 
-    def _best(self, gains: np.ndarray, limits: list[int], num_tokens: int) -> list[int]:
-        """The allotment of most expected tokens per second. `gains` `[B, K]` do not rise along K."""
-        is_wanted = np.arange(gains.shape[1]) < np.array(limits)[:, None]  # [B, K]
+    def _best(self, gains: np.ndarray, limits: list[int], num_sequences: int, num_tokens: int) -> list[int]:
+        """The allotment of most expected tokens per second. `gains` `[A, K]` do not rise along K."""
+        is_wanted = np.arange(gains.shape[1]) < np.array(limits)[:, None]  # [A, K]
         rows, _ = np.nonzero(is_wanted)
         worth = gains[is_wanted]  # [M], in the order of `rows`
         order = np.argsort(-worth, kind="stable")  # of one sequence the earlier positions stay first
         order = order[: self._room(num_tokens)]
         taken = np.arange(len(order) + 1)  # [M'+1]
-        expected = np.concatenate(([0.0], np.cumsum(worth[order])))
+        expected = np.concatenate(([0.0], np.cumsum(worth[order]))) * self._trust
         seconds = self._seconds(num_tokens, taken)
-        # Prompts in the step count as the tokens that could have been decoded in their time.
-        plain = len(limits) * max(seconds[0] / self._seconds(len(limits), taken[:1])[0], 1.0)
+        plain = num_sequences * self._weight_of_prompts(num_sequences, seconds[0])
         rates = (plain + expected) / seconds
         best = int(np.argmax(rates * (1 + _LEAST_GAIN) >= rates.max()))  # the first that comes near the best
         best = self._varied(best, num_tokens)
         return [int(n) for n in np.bincount(rows[order[:best]], minlength=len(limits))]
+
+    def _weight_of_prompts(self, num_sequences: int, seconds: float) -> float:
+        """How many steps of `num_sequences` tokens could have run in `seconds`, a step with prompts, at least 1."""
+        if self._steps is self._pure_steps or not (self._pure_steps.is_known and self._mixed_steps.is_known):
+            return 1.0
+        return max(seconds / float(self._pure_steps.seconds(np.array([num_sequences]))[0]), 1.0)
+
+    @property
+    def _trust(self) -> float:
+        """What drafts kept of what they promised, at most 1."""
+        return min((self._kept + _TRUST_TOKENS) / (self._promised + _TRUST_TOKENS), 1.0)
 
     def _seconds(self, num_tokens: int, drafted: np.ndarray) -> np.ndarray:
         """Time of a step of `num_tokens` and `drafted` more of them, drafting included; ascending from 0 drafted."""
@@ -225,7 +307,7 @@ class DraftLengths:
         length = min(wanted[oldest][1], _PROBE_TOKENS)
         plain, drafted = self._seconds(num_tokens, np.array([0, length]))
         cost = max(drafted - plain, plain * min(length / num_tokens, _PROBE_COST))
-        self._credit = min(self._credit + _PROBE_SHARE * plain, cost)
+        self._credit = min(self._credit, cost)
         is_due = (
             self._num_steps - seen[oldest] > _EVIDENCE_AGE
             or self._num_steps - self._last_drafted > _DRAFTED_AGE

@@ -74,14 +74,15 @@ class Speculator:
         # Before its first token a sequence may still fork.
         begun = [item.sequence for item in items if item.sequence.num_output_tokens]
         drafts = self._forced(begun, terms)
+        if self._is_lookup:
+            self._score_shadows()
         asks = self._asks([sequence for sequence in begun if sequence not in drafts], terms)
         num_forced = sum(map(len, drafts.values()))
         sizes = {sequence: len(draft) for sequence, draft in drafts.items()}
         proposals: dict[Sequence, Draft] = {}
         wanted = {ask.sequence: ask.num_tokens for ask in asks}
         if self._is_lookup:
-            self._score_shadows(asks)
-            proposals = self._propose([ask for ask in asks if self._lengths.is_due(ask.sequence)], terms)
+            proposals = self._propose(asks, terms)
             wanted = {sequence: len(proposal) for sequence, proposal in proposals.items()}
         if self._drafter is not None and items:
             # Also where nothing is wanted: these steps are the clock of what is tried again.
@@ -145,8 +146,10 @@ class Speculator:
     def _forced(self, sequences: Seq[Sequence], terms: Terms) -> dict[Sequence, Draft]:
         drafts = {}
         for sequence in sequences:
+            if sequence.request.grammar is None or sequence.request.params.num_draft_tokens == 0:
+                continue
             matcher = terms(sequence).matcher
-            if matcher is not None and sequence.request.params.num_draft_tokens != 0:
+            if matcher is not None:
                 tokens = _forced_tokens(matcher)
                 if tokens:
                     drafts[sequence] = Draft(tokens)
@@ -155,8 +158,11 @@ class Speculator:
     def _asks(self, sequences: Seq[Sequence], terms: Terms) -> list[DraftAsk]:
         if self._drafter is None:
             return []
-        limits = ((s, _limit(s.request.params, self._draft_limit)) for s in sequences)
-        return [DraftAsk(s, limit, terms(s).may_draw) for s, limit in limits if limit]
+        limits = {s: _limit(s.request.params, self._draft_limit) for s in sequences}
+        drafting = [sequence for sequence, limit in limits.items() if limit]
+        if self._is_lookup:
+            drafting = self._lengths.due(drafting)
+        return [DraftAsk(s, limits[s], terms(s).may_draw) for s in drafting]
 
     def _propose(self, asks: Seq[DraftAsk], terms: Terms) -> dict[Sequence, Draft]:
         if not asks or self._drafter is None:
@@ -167,7 +173,8 @@ class Speculator:
         except Exception as error:
             self._give_up(error)
             return {}
-        self._lengths.record_propose(sum(map(len, proposals.values())), time.perf_counter() - start)
+        if not self._is_lookup:
+            self._lengths.record_propose(sum(ask.num_tokens for ask in asks), time.perf_counter() - start)
         return {s: self._cut(s, proposal, terms(s).matcher) for s, proposal in proposals.items()}
 
     def _cut(self, sequence: Sequence, draft: Draft, matcher: Matcher | None) -> Draft:
@@ -186,16 +193,14 @@ class Speculator:
         num_valid = _num_valid(matcher, draft.token_ids)
         return draft.cut(num_valid + (draft.probs is not None))
 
-    def _score_shadows(self, asks: Seq[DraftAsk]) -> None:
+    def _score_shadows(self) -> None:
         """Compare what was proposed and not verified with the tokens that came."""
-        for ask in asks:
-            sequence = ask.sequence
-            start, tokens = self._shadows.get(sequence, (0, ()))
-            came = sequence.token_ids[start : start + len(tokens)] if tokens else ()
+        for sequence, (start, tokens) in list(self._shadows.items()):
+            came = sequence.token_ids[start : start + len(tokens)]
             agreed = 0
             while agreed < len(came) and came[agreed] == tokens[agreed]:
                 agreed += 1
-            if tokens and (agreed < len(came) or agreed == len(tokens)):
+            if agreed < len(came) or agreed == len(tokens):
                 self._lengths.shadow(sequence, len(tokens), agreed)
                 del self._shadows[sequence]
 

@@ -100,7 +100,7 @@ def test_the_cpu_compiler_takes_sinks_as_a_weight_of_each_layer(tmp_path: Path) 
     segments = cut(graph_module, "layers", 2)
     program = cpu.lower(
         graph_module, segments, (KVGeometry(2, 16), KVGeometry(2, 16)),
-        dtype=torch.float32, block_size=BLOCK_SIZE, directory=tmp_path,
+        dtype=torch.float32, block_size=BLOCK_SIZE, num_threads=2, directory=tmp_path,
     )  # fmt: skip
     first, second = (segment.library for segment in program.segments)
     assert first.file == second.file

@@ -24,7 +24,7 @@ def sequence(token: int, *, index: int = 0, temperature: float = 0.0, seed: int 
 
 
 def drafter(config: HeadConfig, weights: dict[str, Tensor], **options: object) -> HeadDrafter:
-    options = {"min_probability": 0.0, "max_batch_size": 4} | options
+    options = {"min_probability": 0.0} | options
     network = make_network(config, weights)
     return HeadDrafter(network, weights["draft_tokens"], vocab_size=config.vocab_size, **options)  # type: ignore[arg-type]
 
@@ -83,7 +83,7 @@ def test_a_draft_ends_before_the_first_place_that_is_unsure(kind: str) -> None:
     weights = random_weights(config, seed=1)
     hidden = torch.randn(16, config.hidden_size, generator=torch.Generator().manual_seed(5))
     sequences = [sequence(token) for token in range(16)]
-    heads = drafter(config, weights, min_probability=0.6, max_batch_size=16)
+    heads = drafter(config, weights, min_probability=0.6)
     heads.observe(hidden, sequences, range(16))
     drafts = heads.propose([DraftAsk(s, 3) for s in sequences])
     lengths = []
@@ -105,11 +105,11 @@ def test_the_recurrent_heads_guess_further_than_they_were_trained_and_the_others
 
 def test_without_the_newest_state_there_is_no_draft() -> None:
     config = head_config()
-    heads = drafter(config, random_weights(config), max_batch_size=1)
+    heads = drafter(config, random_weights(config))
     hidden = np.ones((2, config.hidden_size), np.float32)
     first, second = sequence(4), sequence(5)
     assert heads.propose([DraftAsk(first, 2)]) == [NO_DRAFT]
-    heads.observe(hidden, [first, second], [0, 1])  # more than a batch: the first was preempted
+    heads.observe(hidden, [first, second], [0, 1])
     drafts = heads.propose([DraftAsk(second, 2), DraftAsk(first, 2)])
     assert [len(draft) for draft in drafts] == [2, 2]
     first.token_ids.append(9)
@@ -119,7 +119,8 @@ def test_without_the_newest_state_there_is_no_draft() -> None:
     heads.end(first)
     heads.end(first)
     assert heads.propose([DraftAsk(first, 2)]) == [NO_DRAFT]
-    heads.observe(hidden, [sequence(6)], [0])  # in the place that became free
+    assert heads.propose([DraftAsk(second, 2)]) == [NO_DRAFT]  # was not in the last step
+    heads.observe(hidden, [sequence(6), second], [0, 1])
     assert heads.propose([DraftAsk(second, 2)])[0].token_ids == drafts[0].token_ids
 
 
@@ -128,7 +129,7 @@ def test_drawn_tokens_follow_the_distribution_that_comes_with_them() -> None:
     weights = random_weights(config, seed=2)
     weights["head"] *= 0.2
     hidden = torch.randn(1, config.hidden_size, generator=torch.Generator().manual_seed(1))
-    heads = drafter(config, weights, max_batch_size=2)
+    heads = drafter(config, weights)
     counts: Counter[int] = Counter()
     expected = plain_draft(config, weights, hidden[0], 4)[0] ** (1 / 0.7)
     expected /= expected.sum()

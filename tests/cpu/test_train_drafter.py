@@ -82,9 +82,8 @@ def test_what_is_written_guesses_as_it_was_measured(checkpoint: Path, text: Path
     corpus = observe_target(model, held_out, span=3, progress=Progress(io.StringIO()))
     weights = read_weights(output, config)
     heads = HeadDrafter(
-        make_network(config, weights), weights["draft_tokens"], vocab_size=VOCAB_SIZE, max_batch_size=1,
-        min_probability=0.0,
-    )  # fmt: skip
+        make_network(config, weights), weights["draft_tokens"], vocab_size=VOCAB_SIZE, min_probability=0.0
+    )
     right = []
     for at in corpus.positions.tolist():
         prompt = tuple(corpus.token_ids[: at + 2].tolist())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from conftest import pelton
 from pelton import LLM, SamplingParams
 from pelton.compile.bundle import read_manifest
 from pelton.compile.memory import plan_memory
+from pelton.compile.targets.cpu_target import CpuTarget
 from pelton.errors import EngineError
 from pelton.plugins_trt.cpu_engine import CpuEngine, EngineProgram
 from pelton.runtime.request import Request
@@ -170,6 +172,30 @@ def test_more_than_the_machine_or_the_bundle_has_is_refused(
     assert done.returncode == 2, done.stderr
     assert message in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_an_engine_is_built_for_all_processors_and_one_of_a_smaller_machine_says_so(
+    tiny_bundles: dict[str, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)  # as OMP_NUM_THREADS does
+        num_threads = CpuTarget().options()["num_threads"]
+    finally:
+        torch.set_num_threads(before)
+    assert num_threads == os.cpu_count()
+    bundle = tmp_path / "bundle"
+    shutil.copytree(tiny_bundles["llama"], bundle)
+    manifest = json.loads((bundle / "manifest.json").read_text())
+    assert manifest["engine"]["num_threads"] == num_threads
+    with LLM(bundle, num_threads=num_threads):
+        assert "threads" not in caplog.text
+    if num_threads == 1:
+        return
+    manifest["engine"]["num_threads"] = 1
+    (bundle / "manifest.json").write_text(json.dumps(manifest))
+    with LLM(bundle, num_threads=2):
+        assert "built for 1 threads" in caplog.text
 
 
 def test_what_cannot_be_written_is_said_in_one_line(checkpoint: Path, tiny_bundles: dict[str, Path]) -> None:

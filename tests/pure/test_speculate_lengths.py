@@ -211,7 +211,7 @@ def test_refused_sequences_are_looked_up_rarely_until_drafts_pay_again() -> None
         """How often it was due, and how many draft tokens were given."""
         num_due, num_given = 0, 0
         for _ in range(count):
-            is_due = lengths.is_due(sequence)
+            is_due = bool(lengths.due([sequence]))
             wanted = [(sequence, LIMIT if is_due else 0), *((other, 0) for other in others)]
             given, *_ = lengths.allocate(wanted, 4)
             if is_due:
@@ -220,7 +220,7 @@ def test_refused_sequences_are_looked_up_rarely_until_drafts_pay_again() -> None
             num_due, num_given = num_due + is_due, num_given + given
         return num_due, num_given
 
-    assert lengths.is_due(sequence)
+    assert lengths.due([sequence]) == [sequence]
     steps(100, 0)
     num_due, num_given = steps(400, 0)
     assert 40 <= num_due <= 60
@@ -228,7 +228,27 @@ def test_refused_sequences_are_looked_up_rarely_until_drafts_pay_again() -> None
     steps(50, LIMIT)
     assert steps(100, LIMIT) == (100, pytest.approx(100 * LIMIT, rel=0.1))
     lengths.end(sequence)
-    assert lengths.is_due(sequence)
+    assert lengths.due([sequence]) == [sequence]
+
+
+def test_of_many_sequences_in_which_nothing_is_found_some_are_looked_up_in_turn() -> None:
+    lengths, sequences = DraftLengths(), [new_sequence() for _ in range(32)]
+    counts = dict.fromkeys(sequences, 0)
+    for _ in range(40):
+        for sequence in lengths.due(sequences):
+            counts[sequence] += 1
+        lengths.allocate([(sequence, 0) for sequence in sequences], 32)
+    assert set(counts.values()) <= set(range(8, 14))
+    found = sequences[5]
+    for _ in range(4):
+        lengths.due(sequences)
+        lengths.allocate([(s, 3 if s is found else 0) for s in sequences], 32)
+    assert all(found in lengths.due(sequences) for _ in range(4))
+    assert len(DraftLengths().due(sequences[:6])) == 6
+    few = sequences[:6]
+    for _ in range(3):
+        assert lengths.due(few) == few
+        lengths.allocate([(sequence, 0) for sequence in few], 6)
 
 
 def test_without_adaptation_everything_is_given() -> None:

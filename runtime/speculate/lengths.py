@@ -35,15 +35,17 @@ _VARIED_PARTS = (0.5, 0.7, 0.85)
 _PROBE_SHARE = 0.005  # part of the time that may go into probes of what does not seem to pay
 _PROBE_TOKENS = 4
 _PROBE_COST = 0.1  # of a step, which a probe is taken to cost at least, unless its part of the rows is less
+_DECISION_SHARE = 0.1  # of the newest measurement in the estimate
 _TRUST_DECAY = 0.95  # per step with drafts: what the last 20 or so promised and kept counts ...
 _TRUST_RECOVERY = 0.995  # ... and less with every other step, so that distrust does not last without drafts
 _TRUST_TOKENS = 8.0  # tokens that were promised and kept before anything is known
 _IDLE_AFTER = 8  # refusals in a row after which a sequence is looked up only every _IDLE_EVERY steps
 _IDLE_EVERY = 8
-_REST_AFTER = (
-    8  # refusals of whole steps in a row, after which only every _REST_STEPS is there anything to decide
-)
-_REST_STEPS = 4
+# Refusals of whole steps in a row, after which others are decided the more rarely the larger the batch is: looking up
+# takes its time for each sequence, whose share in the step is small then.
+_REST_AFTER = 8
+_REST_SEQUENCES = 4  # a step more between two for each so many sequences, up to ...
+_REST_STEPS = 8
 _MISSED_LOOKUPS = 8  # sequences whose last look-up found nothing and that are looked up in a step, in turn
 _EVIDENCE_AGE = 32  # steps after which the acceptance of a sequence is worth a probe
 _DRAFTED_AGE = 256  # steps without any draft after which the time of drafted rows is worth one
@@ -89,9 +91,13 @@ class DraftLengths:
         self._promises: set[Sequence] = set()  # those of which a draft is expected in the step under way ...
         self._step_promised = self._step_kept = 0.0  # ... and the same of it
         self._proposals = StepCosts(is_free_at_zero=True)
+        self._decision = (
+            0.0  # seconds that looking up and deciding take in a step in which there is something to decide
+        )
         self._num_steps = 0
         self._looked_up: list[Sequence] = []  # since the last step
         self._num_refused = 0  # steps in a row that gave nothing of what was wanted
+        self._rest_steps = 1
         self._last_drafted = 0
         self._last_plain = 0
         self._credit = 0.0  # seconds that probes may take
@@ -113,6 +119,7 @@ class DraftLengths:
             return [0] * len(wanted)
         given = self._allot(asked, len(wanted), num_tokens)
         self._num_refused = 0 if any(given) else self._num_refused + 1
+        self._rest_steps = min(1 + len(wanted) // _REST_SEQUENCES, _REST_STEPS)
         self._note_drafted(any(given))
         for (sequence, _), length in zip(asked, given, strict=True):
             if (own := self._own.get(sequence)) is not None:
@@ -185,6 +192,10 @@ class DraftLengths:
         if num_tokens > 0:
             self._proposals.record(num_tokens, seconds)
 
+    def record_decision(self, seconds: float) -> None:
+        """All that came before the step, look-ups and `allocate` included, took `seconds`; something was wanted."""
+        self._decision += (seconds - self._decision) * _DECISION_SHARE
+
     def end(self, sequence: Sequence) -> None:
         """Forget `sequence`, of which nothing may be recorded from then on. Idempotent."""
         self._own.pop(sequence, None)
@@ -200,7 +211,7 @@ class DraftLengths:
         self._promises.clear()
 
     def _rests(self, step: int) -> bool:
-        return self._num_refused >= _REST_AFTER and step % _REST_STEPS != 0
+        return self._num_refused >= _REST_AFTER and step % self._rest_steps != 0
 
     def _note_misses(self, found: set[Sequence]) -> None:
         for sequence in self._looked_up:
@@ -275,7 +286,8 @@ class DraftLengths:
         if self._steps.is_known:
             steps = self._steps.seconds(num_tokens + drafted)
         seconds: np.ndarray = np.maximum(steps, steps[0] * (1 + _ROW_SHARE * drafted))
-        seconds += np.where(drafted > 0, self._proposals.seconds(drafted), 0.0)
+        # Whoever does not draft soon rests, and need not decide either.
+        seconds += np.where(drafted > 0, self._proposals.seconds(drafted) + self._decision, 0.0)
         return seconds
 
     def _varied(self, best: int, num_tokens: int) -> int:

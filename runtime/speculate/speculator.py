@@ -59,6 +59,7 @@ class Speculator:
         self._draft_limit = draft_limit
         self._lengths = lengths or DraftLengths()
         self._num_drafted: dict[Sequence, int] = {}  # by the drafter, in the step under way
+        self._is_timed = False  # whether lengths were asked for in it
         self._shadows: dict[
             Sequence, tuple[int, tuple[int, ...]]
         ] = {}  # (where it begins, what was not verified)
@@ -69,7 +70,9 @@ class Speculator:
 
     def draft(self, plan: StepPlan, scheduler: Scheduler, terms: Terms) -> StepPlan:
         """The plan to run in place of `plan`, the scheduler's last."""
+        start = time.perf_counter()
         self._num_drafted = {}
+        self._is_timed = False
         items = [item for item in plan.items if item.is_sampling]
         # Before its first token a sequence may still fork.
         begun = [item.sequence for item in items if item.sequence.num_output_tokens]
@@ -86,9 +89,12 @@ class Speculator:
             wanted = {sequence: len(proposal) for sequence, proposal in proposals.items()}
         if self._drafter is not None and items:
             # Also where nothing is wanted: these steps are the clock of what is tried again.
+            self._is_timed = True
             pairs = [(item.sequence, wanted.get(item.sequence, 0)) for item in items]
             allotted = self._lengths.allocate(pairs, plan.num_tokens + num_forced)
             sizes |= {s: size for (s, _), size in zip(pairs, allotted, strict=True) if s not in sizes}
+            if any(wanted.values()):
+                self._lengths.record_decision(time.perf_counter() - start)
         if not any(sizes.values()) and not proposals:
             return plan
         granted = scheduler.reserve(plan, sizes)
@@ -113,7 +119,7 @@ class Speculator:
 
     def record_step(self, num_tokens: int, seconds: float) -> None:
         """A step of `num_tokens` tokens has taken so long, sampling included."""
-        if self._drafter is not None:
+        if self._drafter is not None and self._is_timed:
             self._lengths.record_step(num_tokens, seconds)
 
     def observe(self, hidden: np.ndarray | torch.Tensor, sequences: Seq[Sequence], rows: Seq[int]) -> None:

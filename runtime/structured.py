@@ -9,13 +9,14 @@ Masks              what its form allows there and behind each token of a draft
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Literal, Protocol, get_args
 
 import numpy as np
 
-from ..errors import RequestError
+from ..errors import EngineError, RequestError
 
 Kind = Literal["json_object", "json_schema", "regex", "choice", "grammar", "tagged"]
 
@@ -148,7 +149,7 @@ class MasksOnDemand:
     """`Masks` straight from `matcher`, which stays where it is; `draft` is what the places lie in.
 
     A mask takes many times longer than the question whether one token may follow, and the token that a model likes
-    best mostly may.
+    best mostly may. Whatever fails is an `EngineError` of this sequence alone.
     """
 
     def __init__(self, matcher: Matcher, draft: Sequence[int], num_words: int) -> None:
@@ -159,15 +160,17 @@ class MasksOnDemand:
         self._place = 0
 
     def allows(self, place: int, token_id: int) -> bool:
-        matcher = self._at(place)
-        if not matcher.accept(token_id):
-            return False
-        matcher.rollback(1)
-        return True
+        with _errors_of_the_form():
+            matcher = self._at(place)
+            if not matcher.accept(token_id):
+                return False
+            matcher.rollback(1)
+            return True
 
     def row(self, place: int) -> np.ndarray:
         mask = np.empty(self._num_words, np.int32)
-        self._at(place).fill(mask)
+        with _errors_of_the_form():
+            self._at(place).fill(mask)
         return mask
 
     def _at(self, place: int) -> Matcher:
@@ -180,6 +183,16 @@ class MasksOnDemand:
                 raise ValueError(f"the form refuses token {self._place} of the draft, which was accepted")
             self._place += 1
         return self._ahead
+
+
+@contextmanager
+def _errors_of_the_form() -> Iterator[None]:
+    try:
+        yield
+    except EngineError:
+        raise
+    except Exception as error:
+        raise EngineError(f"the form of the output cannot be kept: {error}") from error
 
 
 def allows(mask: np.ndarray, token_id: int) -> bool:

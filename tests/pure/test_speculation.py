@@ -306,6 +306,21 @@ class BrokenGrammar:
         return BrokenMatcher(token_ids)
 
 
+class RaisingMatcher(BrokenMatcher):
+    """Fails as no matcher should."""
+
+    def fill(self, mask: np.ndarray) -> None:
+        raise ValueError("no mask")
+
+    def accept(self, token_id: int) -> bool:
+        raise ValueError("no token")
+
+
+class RaisingGrammar:
+    def start(self, token_ids: Sequence[int] = ()) -> RaisingMatcher:
+        return RaisingMatcher(token_ids)
+
+
 FORM_THAT_FAILS = SamplingParams(
     temperature=0, max_tokens=9, presence_penalty=0.1, structured_output=StructuredOutput("regex", "x")
 )
@@ -320,12 +335,17 @@ def test_a_form_that_fails_ends_its_request_alone(reads_whole_masks: bool) -> No
     requests = [
         Request("bad", (1,), FORM_THAT_FAILS, grammar=BrokenGrammar()),
         Request("twice", (1,), replace(FORM_THAT_FAILS, n=3), grammar=BrokenGrammar()),
+        Request("raising", (1,), FORM_THAT_FAILS, grammar=RaisingGrammar()),
+        Request("asked", (1,), replace(FORM_THAT_FAILS, presence_penalty=0.0), grammar=RaisingGrammar()),
         Request("good", (1,), SamplingParams(temperature=0, max_tokens=9)),
     ]
     got = outputs_of(engine, requests)
     assert (got["bad", 0]["ending"][0], got["bad", 0]["tokens"]) == ("error", [2, 3, 4])
     assert "outgrew" in got["bad", 0]["ending"][2]
     assert [got["twice", choice]["ending"][0] for choice in range(3)] == ["error"] * 3
+    for name in ("raising", "asked"):
+        assert (got[name, 0]["ending"][0], got[name, 0]["tokens"]) == ("error", [])
+        assert "cannot be kept: no" in got[name, 0]["ending"][2]
     assert got["good", 0]["tokens"] == list(range(2, 11))
 
 

@@ -47,6 +47,8 @@ class MaskRows:
     def row(self, place: int) -> np.ndarray:
         if self.error is not None:
             raise self.error
+        if place >= len(self.rows):
+            raise EngineError(f"token {place} of the draft follows what the form of the output refuses")
         row: np.ndarray = self.rows[place]
         return row
 

@@ -91,11 +91,11 @@ class LlguidanceMatcher:
         spelled = self._raw.compute_ff_tokens()[:max_tokens]
         self.check()
         tokens: list[int] = []
+        ahead = self.copy() if spelled else self  # limits may be reached on the way
         for token_id in spelled:
-            if token_id in self.vocabulary.eos_token_ids or not self.accept(token_id):
+            if token_id in self.vocabulary.eos_token_ids or not ahead.accept(token_id):
                 break
             tokens.append(token_id)
-        self.rollback(len(tokens))
         return tokens
 
     def copy(self) -> LlguidanceMatcher:

@@ -88,8 +88,11 @@ class DraftLengths:
         self._mixed_steps = StepCosts()  # with prompts: fewer rows of logits, more attention
         self._steps = self._pure_steps  # those of the step under way
         self._promised = self._kept = 0.0  # tokens of drafts, expected and accepted
-        self._promises: set[Sequence] = set()  # those of which a draft is expected in the step under way ...
-        self._step_promised = self._step_kept = 0.0  # ... and the same of it
+        self._allotted: dict[
+            Sequence, np.ndarray
+        ] = {}  # of the step under way: expected tokens by the draft's length
+        self._promises: dict[Sequence, float] = {}  # and those of the drafts that were made
+        self._step_kept = 0.0
         self._proposals = StepCosts(is_free_at_zero=True)
         self._decision = (
             0.0  # seconds that looking up and deciding take in a step in which there is something to decide
@@ -109,6 +112,7 @@ class DraftLengths:
         the step without drafts: one for each of these and what there is of prompts.
         """
         self._begin_step(is_pure=num_tokens == len(wanted))
+        self._rest_steps = min(1 + len(wanted) // _REST_SEQUENCES, _REST_STEPS)
         asked = [(sequence, limit) for sequence, limit in wanted if limit]
         self._note_misses({sequence for sequence, _ in asked})
         if not self._is_adaptive or not asked:
@@ -119,7 +123,6 @@ class DraftLengths:
             return [0] * len(wanted)
         given = self._allot(asked, len(wanted), num_tokens)
         self._num_refused = 0 if any(given) else self._num_refused + 1
-        self._rest_steps = min(1 + len(wanted) // _REST_SEQUENCES, _REST_STEPS)
         self._note_drafted(any(given))
         for (sequence, _), length in zip(asked, given, strict=True):
             if (own := self._own.get(sequence)) is not None:
@@ -147,6 +150,12 @@ class DraftLengths:
                 own.asked = self._num_steps
                 self._looked_up.append(sequence)
         return list(self._looked_up)
+
+    def promise(self, sequence: Sequence, num_draft_tokens: int) -> None:
+        """Of what was allotted to `sequence` in this step, `num_draft_tokens` are looked up or asked of a model."""
+        expected = self._allotted.get(sequence)
+        if expected is not None and num_draft_tokens > 0:
+            self._promises[sequence] = float(expected[min(num_draft_tokens, len(expected)) - 1])
 
     def record(self, sequence: Sequence, num_draft_tokens: int, num_accepted_tokens: int) -> None:
         """Of a verified draft, `num_accepted_tokens` were right, and the next, where there is one, was not."""
@@ -199,16 +208,17 @@ class DraftLengths:
     def end(self, sequence: Sequence) -> None:
         """Forget `sequence`, of which nothing may be recorded from then on. Idempotent."""
         self._own.pop(sequence, None)
-        self._promises.discard(sequence)
+        self._promises.pop(sequence, None)
 
     def _begin_step(self, *, is_pure: bool) -> None:
         self._num_steps += 1
         self._steps = self._pure_steps if is_pure else self._mixed_steps
         decay = _TRUST_DECAY if self._promises else _TRUST_RECOVERY
-        self._promised = self._promised * decay + self._step_promised
+        self._promised = self._promised * decay + sum(self._promises.values())
         self._kept = self._kept * decay + self._step_kept
-        self._step_promised = self._step_kept = 0.0
+        self._step_kept = 0.0
         self._promises.clear()
+        self._allotted.clear()
 
     def _rests(self, step: int) -> bool:
         return self._num_refused >= _REST_AFTER and step % self._rest_steps != 0
@@ -235,8 +245,7 @@ class DraftLengths:
             return [0] * len(asked)
         for (sequence, _), row, length in zip(asked, gains, given, strict=True):
             if length:
-                self._promises.add(sequence)
-                self._step_promised += float(row[:length].sum())
+                self._allotted[sequence] = np.cumsum(row[:length])
         return given
 
     def _gains(self, wanted: Seq[tuple[Sequence, int]]) -> np.ndarray:

@@ -9,7 +9,6 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from ...errors import EngineError
 from ..plan import StepPlan
 from ..request import SamplingParams
 from ..scheduler import Scheduler
@@ -70,13 +69,13 @@ class Speculator:
 
     def draft(self, plan: StepPlan, scheduler: Scheduler, terms: Terms) -> StepPlan:
         """The plan to run in place of `plan`, the scheduler's last."""
-        start = time.perf_counter()
         self._num_drafted = {}
         self._is_timed = False
         items = [item for item in plan.items if item.is_sampling]
         # Before its first token a sequence may still fork.
         begun = [item.sequence for item in items if item.sequence.num_output_tokens]
         drafts = self._forced(begun, terms)
+        start = time.perf_counter()
         if self._is_lookup:
             self._score_shadows()
         asks = self._asks([sequence for sequence in begun if sequence not in drafts], terms)
@@ -100,12 +99,16 @@ class Speculator:
         granted = scheduler.reserve(plan, sizes)
         if not self._is_lookup:
             asks = [replace(ask, num_tokens=granted[ask.sequence]) for ask in asks if ask.sequence in granted]
+            for ask in asks:
+                self._lengths.promise(ask.sequence, ask.num_tokens)
             proposals = self._propose(asks, terms)
         for sequence, proposal in proposals.items():
             used = proposal.cut(granted.get(sequence, 0))
             if used:
                 drafts[sequence] = used
                 self._num_drafted[sequence] = len(used)
+                if self._is_lookup:
+                    self._lengths.promise(sequence, len(used))
                 self._shadows.pop(sequence, None)
             elif proposal and sequence not in self._shadows:
                 self._shadows[sequence] = sequence.num_tokens, proposal.token_ids
@@ -230,16 +233,17 @@ def _limit(params: SamplingParams, draft_limit: int) -> int:
 def _forced_tokens(matcher: Matcher) -> tuple[int, ...]:
     try:
         return tuple(matcher.forced(MAX_FORCED_TOKENS))
-    except EngineError:
+    except Exception:
         return ()
 
 
 def _num_valid(matcher: Matcher, token_ids: Seq[int]) -> int:
     """How many of `token_ids` the matcher, which stays where it is, would take."""
-    ahead, num_valid = matcher.copy(), 0
+    num_valid = 0
     try:
+        ahead = matcher.copy()
         while num_valid < len(token_ids) and ahead.accept(token_ids[num_valid]):
             num_valid += 1
-    except EngineError:  # what the draft has outgrown is no fault of the sequence
+    except Exception:  # of whatever kind: what fails for a draft is no fault of the sequence
         pass
     return num_valid

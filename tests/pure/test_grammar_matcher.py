@@ -19,7 +19,7 @@ from pelton.runtime.grammar.limits import GrammarLimits
 from pelton.runtime.grammar.mask_filler import MaskFiller
 from pelton.runtime.grammar.matcher import LlguidanceGrammar, LlguidanceMatcher
 from pelton.runtime.grammar.vocabulary import Vocabulary
-from pelton.runtime.structured import StructuredOutput, Tag
+from pelton.runtime.structured import MasksOnDemand, StructuredOutput, Tag, allows
 from pelton.runtime.tokenizer import Tokenizer
 from support.constrained import allowed, walk
 from support.json_schemas import SCHEMAS
@@ -339,6 +339,26 @@ def test_masks_of_a_step_are_filled_with_their_drafts() -> None:
         assert filler.submit([]).result() == []
     finally:
         filler.close()
+
+
+def test_what_is_asked_on_demand_is_what_the_masks_say() -> None:
+    """Also where text must follow, which has one spelling in masks and many in the vocabulary."""
+    rng = random.Random(8)
+    forms = [
+        *FORMS,
+        StructuredOutput("regex", "(the quick brown fox|a lazy dog) jumps"),
+        StructuredOutput("choice", choices=("abcabc",)),
+    ]
+    for form in forms:
+        compiled = COMPILER.compile(form)
+        output = walk(compiled, TOKENIZER, NUM_LOGITS, rng, num_free=8)
+        masks = MasksOnDemand(compiled.start(), output, VOCABULARY.num_words)
+        for place in range(len(output) + 1):
+            row = masks.row(place)
+            may = [token_id for token_id in range(NUM_LOGITS) if allows(row, token_id)]
+            some = rng.sample(may, min(20, len(may))) + rng.sample(range(NUM_LOGITS), 60)
+            for token_id in {*some, *output[place : place + 1]}:
+                assert masks.allows(place, token_id) == allows(row, token_id), (form, place, token_id)
 
 
 def test_equal_forms_are_compiled_once_and_the_latest_are_kept() -> None:

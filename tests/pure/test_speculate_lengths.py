@@ -90,6 +90,8 @@ class Server:
             self.drafted.append(sum(given))
             for sequence, accept, length in zip(self.sequences, self.accepts, given, strict=True):
                 right = accept(self.rng, LIMIT)
+                if self.lengths:
+                    self.lengths.promise(sequence, length)
                 tokens += 1 + min(right, length)
                 if self.lengths and length:
                     self.lengths.record(sequence, length, min(right, length))
@@ -249,6 +251,39 @@ def test_of_many_sequences_in_which_nothing_is_found_some_are_looked_up_in_turn(
     for _ in range(3):
         assert lengths.due(few) == few
         lengths.allocate([(sequence, 0) for sequence in few], 6)
+
+
+def test_a_single_sequence_is_looked_up_at_once_behind_a_large_batch_that_gained_nothing() -> None:
+    lengths, many = DraftLengths(), [new_sequence() for _ in range(64)]
+    for _ in range(200):
+        found = set(lengths.due(many))
+        given = lengths.allocate([(s, 4 if s in found else 0) for s in many], 64)
+        for sequence, length in zip(many, given, strict=True):
+            if sequence in found:
+                lengths.record(sequence, length or 4, 0)
+        lengths.record_step(64 + sum(given), linear(64 + sum(given)))
+    for sequence in many:
+        lengths.end(sequence)
+    alone = new_sequence()
+    num_due = 0
+    for _ in range(50):
+        num_due += len(lengths.due([alone]))
+        lengths.allocate([(alone, 0)], 1)
+    assert num_due >= 48
+
+
+def test_drafts_that_ended_their_sequence_or_were_not_granted_are_no_broken_promises() -> None:
+    lengths = DraftLengths()
+    for number in range(400):
+        sequences = [new_sequence() for _ in range(4)]
+        given = lengths.allocate([(sequence, 4) for sequence in sequences], 4)
+        for sequence, length in zip(sequences[:2], given, strict=False):  # the others are granted nothing
+            lengths.promise(sequence, length)
+            if number % 2 and length:
+                lengths.record(sequence, length, length)
+            lengths.end(sequence)
+        lengths.record_step(4 + sum(given), memory_bound(4 + sum(given)))
+    assert sum(lengths.allocate([(new_sequence(), 4) for _ in range(4)], 4)) == 16
 
 
 def test_without_adaptation_everything_is_given() -> None:

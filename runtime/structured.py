@@ -163,8 +163,8 @@ class MasksOnDemand:
         with _errors_of_the_form():
             matcher = self._at(place)
             # Of the spellings of a text that must follow a mask has one, which is also what is drafted.
-            if (forced := matcher.forced(1)) and token_id != forced[0]:
-                return False
+            if forced := matcher.forced(1):
+                return token_id == forced[0]
             if not matcher.accept(token_id):
                 return False
             matcher.rollback(1)

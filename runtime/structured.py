@@ -112,6 +112,10 @@ class Matcher(Protocol):
         """
         ...
 
+    def allows(self, token_id: int) -> bool:
+        """Whether the mask has the token. `accept` may take more: other spellings of a text that must follow."""
+        ...
+
     def accept(self, token_id: int) -> bool:
         """Go on by a token; False, with nothing changed, if it may not follow. A token that ends the turn is accepted
         where the output may end, after which `is_finished`.
@@ -161,14 +165,7 @@ class MasksOnDemand:
 
     def allows(self, place: int, token_id: int) -> bool:
         with _errors_of_the_form():
-            matcher = self._at(place)
-            # Of the spellings of a text that must follow a mask has one, which is also what is drafted.
-            if forced := matcher.forced(1):
-                return token_id == forced[0]
-            if not matcher.accept(token_id):
-                return False
-            matcher.rollback(1)
-            return True
+            return self._at(place).allows(token_id)
 
     def row(self, place: int) -> np.ndarray:
         mask = np.empty(self._num_words, np.int32)

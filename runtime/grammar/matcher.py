@@ -65,6 +65,18 @@ class LlguidanceMatcher:
         self._raw.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
         self.check()
 
+    def allows(self, token_id: int) -> bool:
+        if token_id in self.vocabulary.eos_token_ids:
+            is_allowed = self._num_ends > 0 or self._raw.is_accepting()
+        elif self._num_ends or not 0 <= token_id < self.vocabulary.vocab_size or self._raw.is_stopped():
+            is_allowed = False
+        elif spelled := self._raw.compute_ff_tokens():
+            is_allowed = token_id == spelled[0]
+        else:
+            is_allowed = self._raw.validate_tokens([token_id]) == 1
+        self.check()
+        return is_allowed
+
     def accept(self, token_id: int) -> bool:
         if token_id in self.vocabulary.eos_token_ids:
             is_accepted = self._num_ends > 0 or self._raw.is_accepting()

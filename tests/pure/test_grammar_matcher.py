@@ -267,6 +267,9 @@ class _Broken:
     def fill(self, mask: np.ndarray) -> None:
         raise ValueError("no mask")
 
+    def allows(self, token_id: int) -> bool:
+        return False
+
     def accept(self, token_id: int) -> bool:
         return False
 

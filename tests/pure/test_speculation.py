@@ -284,9 +284,13 @@ class BrokenMatcher:
             raise EngineError("the form outgrew its limits")
         mask[:] = -1
 
-    def accept(self, token_id: int) -> bool:
+    def allows(self, token_id: int) -> bool:
         if self.is_broken:
             raise EngineError("the form outgrew its limits")
+        return True
+
+    def accept(self, token_id: int) -> bool:
+        self.allows(token_id)
         self.num_accepted += 1
         self.is_broken |= token_id == 4
         return True
@@ -312,7 +316,7 @@ class RaisingMatcher(BrokenMatcher):
     def fill(self, mask: np.ndarray) -> None:
         raise ValueError("no mask")
 
-    def accept(self, token_id: int) -> bool:
+    def allows(self, token_id: int) -> bool:
         raise ValueError("no token")
 
 

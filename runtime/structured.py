@@ -164,12 +164,12 @@ class MasksOnDemand:
         self._place = 0
 
     def allows(self, place: int, token_id: int) -> bool:
-        with _errors_of_the_form():
+        with errors_of_the_form():
             return self._at(place).allows(token_id)
 
     def row(self, place: int) -> np.ndarray:
         mask = np.empty(self._num_words, np.int32)
-        with _errors_of_the_form():
+        with errors_of_the_form():
             self._at(place).fill(mask)
         return mask
 
@@ -186,7 +186,8 @@ class MasksOnDemand:
 
 
 @contextmanager
-def _errors_of_the_form() -> Iterator[None]:
+def errors_of_the_form() -> Iterator[None]:
+    """Whatever a matcher raises within is an `EngineError`."""
     try:
         yield
     except EngineError:

@@ -122,7 +122,11 @@ class CpuTarget:
 
 
 def _num_threads() -> int:
-    """Threads that may share an engine's GEMMs: one for each processor, whatever this process itself uses of them."""
+    """Threads that may share an engine's GEMMs: one for each processor that this process may run on, whatever
+    OMP_NUM_THREADS says.
+    """
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 

@@ -12,7 +12,7 @@ from llguidance import LLExecutor, LLMatcher
 
 from ...errors import EngineError
 from ..speculate.draft import Draft
-from ..structured import Matcher, allows
+from ..structured import Matcher, allows, errors_of_the_form
 from .matcher import LlguidanceMatcher
 from .vocabulary import num_words
 
@@ -131,11 +131,10 @@ def _without_refused(draft: Sequence[int], rows: np.ndarray) -> MaskRows:
 def _fill_rows(matcher: Matcher, draft: Sequence[int], rows: np.ndarray) -> MaskRows:
     """One matcher, by its own methods."""
     try:
-        matcher.fill(rows[0])
-    except EngineError as error:
+        with errors_of_the_form():
+            matcher.fill(rows[0])
+    except EngineError as error:  # of this sequence alone
         return MaskRows(rows[:0], error)
-    except Exception as error:  # of this sequence alone
-        return MaskRows(rows[:0], EngineError(f"the form of the output cannot be kept: {error}"))
     num_filled = 1
     try:
         ahead = matcher.copy() if draft else matcher

@@ -246,9 +246,10 @@ class Engine:
         A sampler that reads whole masks gets them filled beside the step. One on the host, whose cores the step itself
         takes, asks for what it needs.
         """
-        items = [item for item in plan.items if item.is_sampling] if self._num_forms else []
-        asks = [(item, self._choice_of(item.sequence).matcher) for item in items]
-        formed = [(item, matcher) for item, matcher in asks if matcher is not None]
+        formed: list[tuple[PlanItem, Matcher]] = []
+        for item in plan.items if self._num_forms else ():
+            if item.is_sampling and (matcher := self._choice_of(item.sequence).matcher) is not None:
+                formed.append((item, matcher))
         if not formed:
             return dict
         if not self._sampler.reads_whole_masks:

@@ -52,6 +52,9 @@ LOGPROB_FLOOR = -9999.0
 # Requests with a lower temperature are greedy.
 GREEDY_BELOW = 1e-5
 
+# Of fewer than one in so many tokens a copy is quicker than working on all.
+_SPARSE = 4
+
 # Why a row gives no token.
 POISONED = "the model's logits are NaN or infinite"
 NOTHING_LEFT = "min_tokens, logit_bias and penalties leave no finite logit"
@@ -176,7 +179,7 @@ class HostSampler:
                 events.append(no_token(sequence, NOTHING_LEFT, place))
                 break
             token_id = self._choose(
-                logits[row] if processed is None else processed, likeliest, sequence, draft, place
+                logits[row] if processed is None else processed, likeliest, verification, place
             )
             num_top = sequence.request.params.logprobs
             logprob = None if num_top is None else _logprob(logits[row], token_id, num_top)
@@ -190,19 +193,22 @@ class HostSampler:
             counts.pop(token_id)  # type: ignore[union-attr]
         return events
 
-    def _choose(self, row: np.ndarray, likeliest: int, sequence: Sequence, draft: Draft, place: int) -> int:
+    def _choose(self, row: np.ndarray, likeliest: int, verification: Verification, place: int) -> int:
         """The token of a processed row, `place` tokens into the draft."""
+        sequence, draft = verification.sequence, verification.draft
         params = sequence.request.params
         if params.temperature < GREEDY_BELOW:
             return likeliest
         if params.seed is None:
             raise ValueError(f"request {sequence.request.request_id} samples without a seed")
         seed, index, position = params.seed, sequence.index, sequence.num_output_tokens + place
-        weights = processed_weights(row, params)
         if draft.probs is None or place == len(draft):
-            return draw(weights, uniform_at(seed, index, position))
+            uniform = uniform_at(seed, index, position)
+            if verification.masks is not None:
+                return _draw_masked(row, params, uniform)
+            return draw(processed_weights(row, params), uniform)
         return accept_or_redraw(
-            weights,
+            processed_weights(row, params),
             draft.probs[place],
             draft.token_ids[place],
             uniform_at(seed, index, position, _ACCEPT),
@@ -268,21 +274,35 @@ def _run_processors(row: np.ndarray, sequence: Sequence, drafted: tuple[int, ...
     return row
 
 
-def allowed_tokens(mask: np.ndarray, vocab_size: int) -> np.ndarray:
-    """`[vocab_size]` bool of the bits of `mask` `[ceil(vocab_size / 32)]` int32."""
-    return np.unpackbits(mask.view(np.uint8), count=vocab_size, bitorder="little").view(np.bool_)
-
-
 def _masked(row: np.ndarray, mask: np.ndarray) -> np.ndarray:
     """A copy of `row` with -inf for the tokens that `mask` leaves out."""
-    allowed = allowed_tokens(mask, len(row))
-    if 2 * np.count_nonzero(allowed) > len(row):  # whichever writes fewer
+    words = mask.view(np.uint32)
+    if 2 * int(np.bitwise_count(words).sum()) > len(row):  # whichever writes fewer
         masked = row.copy()
-        masked[~allowed] = -np.inf
+        masked[_tokens_of(~words, len(row))] = -np.inf
     else:
         masked = np.full_like(row, -np.inf)
-        np.copyto(masked, row, where=allowed)
+        allowed = _tokens_of(words, len(row))
+        masked[allowed] = row[allowed]
     return masked
+
+
+def _tokens_of(words: np.ndarray, vocab_size: int) -> np.ndarray:
+    """The ids below `vocab_size` whose bits are set in `words` uint32, ascending."""
+    places = np.flatnonzero(words)
+    bits = np.unpackbits(words[places].view(np.uint8), bitorder="little").reshape(-1, 32)
+    at, bit = np.nonzero(bits)
+    ids = places[at] * 32 + bit
+    return ids[ids < vocab_size]
+
+
+def _draw_masked(row: np.ndarray, params: SamplingParams, uniform: float) -> int:
+    """As `draw` from the processed weights. Where a mask has left little, the rest is not worked on."""
+    is_left = row > -np.inf
+    if _SPARSE * np.count_nonzero(is_left) > len(row):
+        return draw(processed_weights(row, params), uniform)
+    left = np.flatnonzero(is_left)
+    return int(left[draw(processed_weights(row[left], params), uniform)])
 
 
 def accept_or_redraw(

@@ -9,9 +9,9 @@ Masks              what its form allows there and behind each token of a draft
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import TracebackType
 from typing import Literal, Protocol, get_args
 
 import numpy as np
@@ -122,10 +122,6 @@ class Matcher(Protocol):
         """
         ...
 
-    def rollback(self, num_tokens: int) -> None:
-        """Take back the last `num_tokens` accepted ones."""
-        ...
-
     def forced(self, max_tokens: int) -> list[int]:
         """The tokens that must follow, as far as each is the only one that may; at most `max_tokens`."""
         ...
@@ -164,12 +160,12 @@ class MasksOnDemand:
         self._place = 0
 
     def allows(self, place: int, token_id: int) -> bool:
-        with errors_of_the_form():
+        with FormErrors():
             return self._at(place).allows(token_id)
 
     def row(self, place: int) -> np.ndarray:
         mask = np.empty(self._num_words, np.int32)
-        with errors_of_the_form():
+        with FormErrors():
             self._at(place).fill(mask)
         return mask
 
@@ -185,15 +181,19 @@ class MasksOnDemand:
         return self._ahead
 
 
-@contextmanager
-def errors_of_the_form() -> Iterator[None]:
-    """Whatever a matcher raises within is an `EngineError`."""
-    try:
-        yield
-    except EngineError:
-        raise
-    except Exception as error:
-        raise EngineError(f"the form of the output cannot be kept: {error}") from error
+class FormErrors:
+    """Whatever a matcher raises in such a context is an `EngineError`."""
+
+    __slots__ = ()
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if isinstance(error, Exception) and not isinstance(error, EngineError):
+            raise EngineError(f"the form of the output cannot be kept: {error}") from error
 
 
 def allows(mask: np.ndarray, token_id: int) -> bool:

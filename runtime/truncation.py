@@ -26,8 +26,10 @@ def processed_weights(logits: np.ndarray, params: SamplingParams) -> np.ndarray:
     """
     # How much less likely than the likeliest token, in nats: never negative, and 0.0 rather than -0.0, which the
     # difference would be where the largest logit is -0.0 beside 0.0; adding 0 makes that 0.0.
-    cost = (logits.max() + np.float32(0.0) - logits) / np.float32(params.temperature)
-    weights: np.ndarray = np.exp(-cost)
+    cost = logits.max() + np.float32(0.0) - logits
+    cost /= np.float32(params.temperature)
+    weights: np.ndarray = -cost
+    np.exp(weights, out=weights)
     if params.min_p > 0.0:
         weights *= weights >= np.float32(params.min_p)
     if 0 < params.top_k < len(cost):

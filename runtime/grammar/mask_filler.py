@@ -12,7 +12,7 @@ from llguidance import LLExecutor, LLMatcher
 
 from ...errors import EngineError
 from ..speculate.draft import Draft
-from ..structured import Matcher, allows, errors_of_the_form
+from ..structured import FormErrors, Matcher, allows
 from .matcher import LlguidanceMatcher
 from .vocabulary import num_words
 
@@ -131,7 +131,7 @@ def _without_refused(draft: Sequence[int], rows: np.ndarray) -> MaskRows:
 def _fill_rows(matcher: Matcher, draft: Sequence[int], rows: np.ndarray) -> MaskRows:
     """One matcher, by its own methods."""
     try:
-        with errors_of_the_form():
+        with FormErrors():
             matcher.fill(rows[0])
     except EngineError as error:  # of this sequence alone
         return MaskRows(rows[:0], error)

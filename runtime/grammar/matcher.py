@@ -66,35 +66,32 @@ class LlguidanceMatcher:
         self.check()
 
     def allows(self, token_id: int) -> bool:
-        if token_id in self.vocabulary.eos_token_ids:
-            is_allowed = self._num_ends > 0 or self._raw.is_accepting()
-        elif self._num_ends or not 0 <= token_id < self.vocabulary.vocab_size or self._raw.is_stopped():
-            is_allowed = False
-        elif spelled := self._raw.compute_ff_tokens():
-            is_allowed = token_id == spelled[0]
-        else:
-            is_allowed = self._raw.validate_tokens([token_id]) == 1
-        self.check()
+        is_allowed = self._allows(token_id)
+        if not is_allowed:
+            self.check()
         return is_allowed
+
+    def _allows(self, token_id: int) -> bool:
+        """False also once llguidance has given up."""
+        if token_id in self.vocabulary.eos_token_ids:
+            return self._num_ends > 0 or self._raw.is_accepting()
+        if self._num_ends or not 0 <= token_id < self.vocabulary.vocab_size:
+            return False
+        if spelled := self._raw.compute_ff_tokens():
+            return token_id == spelled[0]
+        return self._raw.validate_tokens([token_id]) == 1
 
     def accept(self, token_id: int) -> bool:
         if token_id in self.vocabulary.eos_token_ids:
             is_accepted = self._num_ends > 0 or self._raw.is_accepting()
-            self.check()
             self._num_ends += is_accepted
-            return is_accepted
-        if self._num_ends or not 0 <= token_id < self.vocabulary.vocab_size:
+        elif self._num_ends or not 0 <= token_id < self.vocabulary.vocab_size:
             return False
-        is_accepted = self._raw.try_consume_tokens([token_id]) == 1
-        self.check()
-        return is_accepted
-
-    def rollback(self, num_tokens: int) -> None:
-        ends = min(num_tokens, self._num_ends)
-        self._num_ends -= ends
-        if num_tokens > ends and not self._raw.rollback(num_tokens - ends):
+        else:
+            is_accepted = self._raw.try_consume_tokens([token_id]) == 1
+        if not is_accepted:
             self.check()
-            raise ValueError(f"fewer than {num_tokens} tokens to take back")
+        return is_accepted
 
     def forced(self, max_tokens: int) -> list[int]:
         if max_tokens < 1 or self.is_finished:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import llguidance
@@ -14,6 +15,11 @@ if TYPE_CHECKING:
     from ..tokenizer import Tokenizer
 
 WORD_BITS = 32
+
+# Texts that must follow come again with every output of a form: so many spellings are kept, of texts up to so many
+# characters.
+_NUM_SPELLINGS = 4096
+_SPELLING_LENGTH = 128
 
 
 def num_words(vocab_size: int) -> int:
@@ -72,17 +78,21 @@ class _Table(llguidance.TokenizerWrapper):
             for token_id, token in enumerate(self.tokens)
             if len(token) == 1 and token_id not in special_token_ids
         }
+        self._kept_spelling = lru_cache(_NUM_SPELLINGS)(self._spelling)
 
     def __call__(self, text: str | bytes) -> list[int]:
         """The tokens of plain text. Of several spellings of a text that must follow, masks allow this one."""
         if isinstance(text, bytes):
             text = text.decode("utf-8", "replace")
+        return list((self._kept_spelling if len(text) <= _SPELLING_LENGTH else self._spelling)(text))
+
+    def _spelling(self, text: str) -> tuple[int, ...]:
         # Never a control token, though its text may be asked for.
         cuts = [0, *(match.start() for match in self._inside_control.finditer(text)), len(text)]
         ids: list[int] = []
         for start, end in itertools.pairwise(cuts):
             ids += self._spell(text[start:end])
-        return ids
+        return tuple(ids)
 
     def _spell(self, text: str) -> list[int]:
         data = text.encode()

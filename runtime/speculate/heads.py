@@ -130,7 +130,7 @@ class HeadDrafter:
     def observe(self, hidden: np.ndarray | Tensor, sequences: Seq[Sequence], rows: Seq[int]) -> None:
         """As `Drafter.observe`; `sequences` have their newest tokens already. Others have no draft in the next step."""
         if sequences:
-            self._states.keep(torch.as_tensor(hidden), sequences, rows)
+            self._states.keep(hidden, sequences, rows)
 
     def end(self, sequence: Sequence) -> None:
         self._states.drop(sequence)
@@ -226,26 +226,26 @@ class _Guess:
 
 class _States:
     """The hidden states of the step that was observed last, and how many tokens each sequence had with the one chosen
-    from its state.
+    from its state. Rows are taken from the step's tensor when they are asked for: in most steps none are.
     """
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         self._dtype = dtype
         self._device = device
-        self._states = torch.empty(0)  # [B, hidden_size]
+        self._hidden: np.ndarray | Tensor = torch.empty(0)  # [N, hidden_size]
         self._rows: dict[Sequence, tuple[int, int]] = {}  # row of the state, tokens of the sequence
 
-    def keep(self, hidden: Tensor, sequences: Seq[Sequence], rows: Seq[int]) -> None:
-        chosen = torch.tensor(list(rows), device=hidden.device)
-        self._states = hidden.index_select(0, chosen).to(self._device, self._dtype)
-        self._rows = {sequence: (row, sequence.num_tokens) for row, sequence in enumerate(sequences)}
+    def keep(self, hidden: np.ndarray | Tensor, sequences: Seq[Sequence], rows: Seq[int]) -> None:
+        self._hidden = hidden
+        self._rows = {s: (row, s.num_tokens) for s, row in zip(sequences, rows, strict=True)}
 
     def is_fresh(self, sequence: Sequence) -> bool:
         return sequence in self._rows and self._rows[sequence][1] == sequence.num_tokens
 
     def rows(self, sequences: Seq[Sequence]) -> Tensor:
-        rows = [self._rows[sequence][0] for sequence in sequences]
-        return self._states.index_select(0, torch.tensor(rows, device=self._device))
+        hidden = torch.as_tensor(self._hidden)
+        rows = torch.tensor([self._rows[sequence][0] for sequence in sequences], device=hidden.device)
+        return hidden.index_select(0, rows).to(self._device, self._dtype)
 
     def drop(self, sequence: Sequence) -> None:
         self._rows.pop(sequence, None)

@@ -46,6 +46,7 @@ _IDLE_EVERY = 8
 _REST_AFTER = 8
 _REST_SEQUENCES = 4  # a step more between two for each so many sequences, up to ...
 _REST_STEPS = 8
+_BLIND_REST = 4  # as many times as long where nothing is learned at rest
 _MISSED_LOOKUPS = 8  # sequences whose last look-up found nothing and that are looked up in a step, in turn
 _EVIDENCE_AGE = 32  # steps after which the acceptance of a sequence is worth a probe
 _DRAFTED_AGE = 256  # steps without any draft after which the time of drafted rows is worth one
@@ -75,12 +76,13 @@ class DraftLengths:
     than a hundredth of the time.
 
     A cheap drafter is best asked first, for the sequences that are `due`, and `allocate` then given the lengths of
-    its drafts; its unverified drafts go to `shadow`. Without `is_adaptive` everything is given. Holds no clock:
-    seconds come from the caller.
+    its drafts; its unverified drafts go to `shadow`. Of others (`has_shadows` False) nothing is learned while they
+    rest. Without `is_adaptive` everything is given. Holds no clock: seconds come from the caller.
     """
 
-    def __init__(self, *, is_adaptive: bool = True) -> None:
+    def __init__(self, *, is_adaptive: bool = True, has_shadows: bool = True) -> None:
         self._is_adaptive = is_adaptive
+        self._rest_scale = 1 if has_shadows else _BLIND_REST
         self._tried = [_FIRST_TRIALS] * _MAX_POSITIONS
         self._passed = [_FIRST_TRIALS * _FIRST_RATE] * _MAX_POSITIONS
         self._own: dict[Sequence, _Own] = {}
@@ -112,17 +114,15 @@ class DraftLengths:
         the step without drafts: one for each of these and what there is of prompts.
         """
         self._begin_step(is_pure=num_tokens == len(wanted))
-        self._rest_steps = min(1 + len(wanted) // _REST_SEQUENCES, _REST_STEPS)
+        self._rest_steps = min(
+            1 + self._rest_scale * (len(wanted) // _REST_SEQUENCES), self._rest_scale * _REST_STEPS
+        )
         asked = [(sequence, limit) for sequence, limit in wanted if limit]
         self._note_misses({sequence for sequence, _ in asked})
         if not self._is_adaptive or not asked:
             self._note_drafted(bool(asked))
             return [limit for _, limit in wanted]
-        if self._rests(self._num_steps):
-            self._note_drafted(False)
-            return [0] * len(wanted)
         given = self._allot(asked, len(wanted), num_tokens)
-        self._num_refused = 0 if any(given) else self._num_refused + 1
         self._note_drafted(any(given))
         for (sequence, _), length in zip(asked, given, strict=True):
             if (own := self._own.get(sequence)) is not None:
@@ -130,16 +130,22 @@ class DraftLengths:
         lengths = iter(given)
         return [next(lengths) if limit else 0 for _, limit in wanted]
 
+    @property
+    def rests(self) -> bool:
+        """Whether nothing needs to be drafted for the next step: lately everything was refused."""
+        is_refused = self._is_adaptive and self._num_refused >= _REST_AFTER
+        return is_refused and (self._num_steps + 1) % self._rest_steps != 0
+
     def due(self, sequences: Seq[Sequence]) -> list[Sequence]:
         """Those of `sequences` that are worth a look-up before the next step; they are taken to be looked up.
 
-        Where drafts were long refused that is now and then, and where nothing was found it is some of them in turn: in
-        a full batch of unpredictable text looking up and comparing would itself take a part of the step.
+        Where drafts were long refused that is now and then (`rests`), and where nothing was found it is some of them in
+        turn: in a full batch of unpredictable text looking up and comparing would itself take a part of the step.
         """
         if not self._is_adaptive:
             return list(sequences)
         self._looked_up = []
-        if self._rests(self._num_steps + 1):
+        if self.rests:
             return []
         owns = [(sequence, self._own.setdefault(sequence, _Own())) for sequence in sequences]
         missed = sorted((own.asked, i) for i, (_, own) in enumerate(owns) if own.has_missed)
@@ -220,9 +226,6 @@ class DraftLengths:
         self._promises.clear()
         self._allotted.clear()
 
-    def _rests(self, step: int) -> bool:
-        return self._num_refused >= _REST_AFTER and step % self._rest_steps != 0
-
     def _note_misses(self, found: set[Sequence]) -> None:
         for sequence in self._looked_up:
             if (own := self._own.get(sequence)) is not None:
@@ -240,7 +243,9 @@ class DraftLengths:
         gains = self._gains(asked)  # [A, K]
         given = self._best(gains, [limit for _, limit in asked], num_sequences, num_tokens)
         if not any(given):
+            self._num_refused += 1
             return self._probe(asked, num_tokens)
+        self._num_refused = 0
         if self._steps is self._pure_steps and self._is_plain_due(num_tokens):
             return [0] * len(asked)
         for (sequence, _), row, length in zip(asked, gains, given, strict=True):
@@ -295,8 +300,9 @@ class DraftLengths:
         if self._steps.is_known:
             steps = self._steps.seconds(num_tokens + drafted)
         seconds: np.ndarray = np.maximum(steps, steps[0] * (1 + _ROW_SHARE * drafted))
-        # Whoever does not draft soon rests, and need not decide either.
-        seconds += np.where(drafted > 0, self._proposals.seconds(drafted) + self._decision, 0.0)
+        # A batch that rests need not decide either.
+        decision = self._decision if self._rest_steps > 1 else 0.0
+        seconds += np.where(drafted > 0, self._proposals.seconds(drafted) + decision, 0.0)
         return seconds
 
     def _varied(self, best: int, num_tokens: int) -> int:

@@ -46,11 +46,12 @@ class Drafting:
         """Raises `ConfigError` where the draft model cannot serve an engine of `limits`."""
         if self.config is None:
             return Speculator(eos_token_ids=tokenizer.eos_token_ids)
+        drafter = self._open_drafter(self.config, limits)
         return Speculator(
             eos_token_ids=tokenizer.eos_token_ids,
-            drafter=self._open_drafter(self.config, limits),
+            drafter=drafter,
             draft_limit=self.config.draft_limit,
-            lengths=DraftLengths(is_adaptive=self.config.is_adaptive),
+            lengths=DraftLengths(is_adaptive=self.config.is_adaptive, has_shadows=drafter.is_lookup),
         )
 
     def _open_drafter(self, config: SpeculationConfig, limits: ExecutorLimits) -> Drafter:

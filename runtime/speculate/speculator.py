@@ -127,7 +127,7 @@ class Speculator:
 
     def observe(self, hidden: np.ndarray | torch.Tensor, sequences: Seq[Sequence], rows: Seq[int]) -> None:
         """See `Drafter.observe`."""
-        if self._drafter is not None:
+        if self._drafter is not None and not self._lengths.rests:
             try:
                 self._drafter.observe(hidden, sequences, rows)
             except Exception as error:
@@ -165,7 +165,7 @@ class Speculator:
         return drafts
 
     def _asks(self, sequences: Seq[Sequence], terms: Terms) -> list[DraftAsk]:
-        if self._drafter is None:
+        if self._drafter is None or self._lengths.rests:
             return []
         limits = {s: _limit(s.request.params, self._draft_limit) for s in sequences}
         drafting = [sequence for sequence, limit in limits.items() if limit]

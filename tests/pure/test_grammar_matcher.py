@@ -1,4 +1,4 @@
-"""Matchers: masks, accepting, going back and what is forced agree; turns end only where the output may end."""
+"""Matchers: masks, accepting, copies and what is forced agree; turns end only where the output may end."""
 
 from __future__ import annotations
 
@@ -83,24 +83,25 @@ def all_accepted(matcher: LlguidanceMatcher, token_ids: Sequence[int]) -> bool:
 
 
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: form.kind)
-def test_masks_accepting_and_going_back_agree(form: StructuredOutput) -> None:
+def test_masks_accepting_and_copies_agree(form: StructuredOutput) -> None:
     compiled = COMPILER.compile(form)
     for seed in range(6):
         rng = random.Random(seed)
         output = walk(compiled, TOKENIZER, NUM_LOGITS, rng, num_free=8)[:60]
         matcher = compiled.start()
-        masks = [mask(matcher)]
+        masks, copies = [mask(matcher)], [matcher.copy()]
         for token_id in output:
             assert matcher.accept(token_id)
             masks.append(mask(matcher))
+            copies.append(matcher.copy())
         for _ in range(8):
-            back = rng.randint(0, len(output))
-            matcher.rollback(back)
-            place = len(output) - back
+            place = rng.randint(0, len(output))
+            matcher = copies[place].copy()
             np.testing.assert_array_equal(mask(matcher), masks[place])
-            for token_id in rng.sample(range(NUM_LOGITS), 20):  # a refusal changes nothing
-                if matcher.accept(token_id):
-                    matcher.rollback(1)
+            for token_id in rng.sample(range(NUM_LOGITS), 20):
+                if matcher.copy().accept(token_id):
+                    continue
+                assert not matcher.accept(token_id)  # a refusal changes nothing
             np.testing.assert_array_equal(mask(matcher), masks[place])
             assert all_accepted(matcher, output[place:])
         np.testing.assert_array_equal(mask(compiled.start(output[:3])), masks[min(3, len(output))])
@@ -113,8 +114,7 @@ def test_every_token_of_a_mask_is_accepted(form: StructuredOutput) -> None:
     for size in range(len(output) + 1):
         matcher = compiled.start(output[:size])
         for token_id in may_follow(matcher):
-            assert matcher.accept(token_id)
-            matcher.rollback(1)
+            assert matcher.copy().accept(token_id)
 
 
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: form.kind)
@@ -128,10 +128,10 @@ def test_forced_tokens_are_the_only_ones(form: StructuredOutput) -> None:
             forced = matcher.forced(4)
             np.testing.assert_array_equal(mask(matcher), before)
             assert len(forced) <= 4
+            ahead = matcher.copy()
             for only in forced:
-                assert may_follow(matcher) == [only]
-                assert matcher.accept(only)
-            matcher.rollback(len(forced))
+                assert may_follow(ahead) == [only]
+                assert ahead.accept(only)
             assert matcher.accept(token_id)
 
 
@@ -166,19 +166,16 @@ def test_so_05_every_eos_ends_the_output_where_it_may_end_and_nowhere_else() -> 
     assert matcher.is_finished
     assert may_follow(matcher) == sorted(EOS)
     for token_id in EOS:
-        assert matcher.accept(token_id)
-        assert may_follow(matcher) == sorted(EOS)
-        assert not matcher.accept(encode(" ")[0])
-        matcher.rollback(1)
+        ended = matcher.copy()
+        assert ended.accept(token_id)
+        assert may_follow(ended) == sorted(EOS)
+        assert not ended.accept(encode(" ")[0])
     # Where more may follow too.
     matcher = COMPILER.compile(StructuredOutput("choice", choices=("yes", "yes please"))).start(encode("yes"))
     assert set(EOS) < set(may_follow(matcher))
     assert not matcher.is_finished
     assert matcher.accept(IM_END)
     assert matcher.is_finished
-    matcher.rollback(len(encode("yes")) + 1)
-    assert not matcher.is_finished
-    assert not matcher.accept(IM_END)
 
 
 def test_padding_and_control_tokens_are_no_text() -> None:
@@ -250,7 +247,7 @@ def test_so_01_a_grammar_that_outgrows_its_limits_ends_a_request_and_nothing_els
     filler.close()
     assert "make the schema or grammar simpler" in str(errors[0])
     assert len(result.rows) == 0
-    for use in (outgrown.accept, outgrown.rollback, outgrown.forced):
+    for use in (outgrown.accept, outgrown.allows, outgrown.forced):
         with pytest.raises(EngineError):
             use(1)
     with pytest.raises(EngineError):
@@ -272,9 +269,6 @@ class _Broken:
 
     def accept(self, token_id: int) -> bool:
         return False
-
-    def rollback(self, num_tokens: int) -> None:
-        pass
 
     def forced(self, max_tokens: int) -> list[int]:
         return []
@@ -330,14 +324,13 @@ def test_masks_of_a_step_are_filled_with_their_drafts() -> None:
         for _ in range(2):  # the matchers stand where they stood
             for (matcher, draft), result in zip(asks, filler.submit(asks).result(), strict=True):
                 assert result.error is None
-                num_accepted = 0
+                num_accepted, ahead = 0, matcher.copy()
                 for row in result.rows:
-                    np.testing.assert_array_equal(row, mask(matcher))
-                    if num_accepted == len(draft) or draft[num_accepted] not in may_follow(matcher):
+                    np.testing.assert_array_equal(row, mask(ahead))
+                    if num_accepted == len(draft) or draft[num_accepted] not in may_follow(ahead):
                         break
-                    assert matcher.accept(draft[num_accepted])
+                    assert ahead.accept(draft[num_accepted])
                     num_accepted += 1
-                matcher.rollback(num_accepted)
                 assert len(result.rows) == num_accepted + 1
         assert filler.submit([]).result() == []
     finally:

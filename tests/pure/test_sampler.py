@@ -12,11 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pelton.errors import EngineError, RequestError
+from pelton.runtime.grammar.mask_filler import MaskRows
 from pelton.runtime.outputs import TokenEvent, TokenLogprob
 from pelton.runtime.penalties import TokenCounts
 from pelton.runtime.request import Request, SamplingParams
-from pelton.runtime.sampler import LOGPROB_FLOOR, HostSampler, uniform_at
+from pelton.runtime.sampler import LOGPROB_FLOOR, HostSampler, Verification, uniform_at
 from pelton.runtime.sequence import Sequence
+from pelton.runtime.truncation import draw, processed_weights
 from support.sampling import sample_each
 
 VOCAB = 300
@@ -330,6 +332,28 @@ def test_sa_06_logprobs_are_finite_and_of_the_models_own_logits(params: dict[str
     assert [value for _, value in event.logprob.top] == pytest.approx(exact[order].tolist(), abs=1e-5)
     assert event.logprob.logprob == pytest.approx(exact[event.token_id], abs=1e-5)
     assert event.logprob.rank == 1 + (exact > exact[event.token_id]).sum()
+
+
+@pytest.mark.parametrize("density", [0.005, 0.1, 0.4, 0.6, 0.99, 1.0])
+@pytest.mark.parametrize(
+    "params", [{}, {"top_k": 3}, {"top_p": 0.7}, {"min_p": 0.1, "temperature": 3.0}], ids=str
+)
+def test_a_form_leaves_the_distribution_of_what_it_allows(density: float, params: dict[str, Any]) -> None:
+    rng = np.random.default_rng(int(100 * density))
+    for seed, logits in enumerate(noise(40, seed=3)):
+        is_allowed = rng.random(VOCAB) < density
+        is_allowed[rng.integers(VOCAB)] = True
+        bits = np.zeros(-(-VOCAB // 32) * 32, np.uint8)
+        bits[:VOCAB] = is_allowed
+        masks = MaskRows(np.packbits(bits, bitorder="little").view(np.int32)[None])
+        drawing = sequence(seed=seed, **{"temperature": 1.0, **params})
+        one = Verification(drawing, 0, masks=masks)
+        [[event]] = HostSampler(VOCAB, [EOS]).verify(logits[None], [one])
+        weights = processed_weights(
+            np.where(is_allowed, logits, -np.inf).astype(np.float32), drawing.request.params
+        )
+        assert isinstance(event, TokenEvent)
+        assert event.token_id == draw(weights, uniform_at(seed, 0, 0))
 
 
 def test_sa_06_masked_entries_are_left_out_and_low_ones_clamped() -> None:

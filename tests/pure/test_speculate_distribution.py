@@ -174,12 +174,12 @@ def test_penalties_that_do_not_see_the_draft_are_seen(
 
 def test_a_last_token_from_the_draft_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     def choose(
-        self: HostSampler, row: np.ndarray, likeliest: int, sequence: Sequence, draft: Draft, place: int
+        self: HostSampler, row: np.ndarray, likeliest: int, verification: Verification, place: int
     ) -> int:
-        if place < len(draft):
-            return original(self, row, likeliest, sequence, draft, place)
-        context = [*sequence.token_ids, *draft.token_ids]
-        return original(self, DRAFT[context[-2], context[-1]], likeliest, sequence, draft, place)
+        if place < len(verification.draft):
+            return original(self, row, likeliest, verification, place)
+        context = [*verification.sequence.token_ids, *verification.draft.token_ids]
+        return original(self, DRAFT[context[-2], context[-1]], likeliest, verification, place)
 
     original = HostSampler._choose
     monkeypatch.setattr(HostSampler, "_choose", choose)

@@ -253,6 +253,29 @@ def test_of_many_sequences_in_which_nothing_is_found_some_are_looked_up_in_turn(
         lengths.allocate([(sequence, 0) for sequence in few], 6)
 
 
+def num_drafting_steps(lengths: DraftLengths, num_sequences: int) -> int:
+    """Of 200 steps behind 200 others, those before which a batch that guesses nothing right does not rest."""
+    sequences = [new_sequence() for _ in range(num_sequences)]
+    counts = [0, 0]
+    for step in range(400):
+        limit = 0 if lengths.rests else LIMIT
+        given = lengths.allocate([(sequence, limit) for sequence in sequences], num_sequences)
+        for sequence, length in zip(sequences, given, strict=True):
+            lengths.record(sequence, length, 0)
+        lengths.record_step(num_sequences + sum(given), linear(num_sequences + sum(given)))
+        counts[step // 200] += limit > 0
+    return counts[1]
+
+
+def test_a_batch_that_gains_nothing_rests_and_longer_where_nothing_is_learned_meanwhile() -> None:
+    assert num_drafting_steps(DraftLengths(), 2) == 200
+    assert 55 <= num_drafting_steps(DraftLengths(), 8) <= 75
+    assert 20 <= num_drafting_steps(DraftLengths(has_shadows=False), 8) <= 26
+    assert 20 <= num_drafting_steps(DraftLengths(), 32) <= 28
+    assert 4 <= num_drafting_steps(DraftLengths(has_shadows=False), 32) <= 8
+    assert num_drafting_steps(DraftLengths(is_adaptive=False), 8) == 200
+
+
 def test_a_single_sequence_is_looked_up_at_once_behind_a_large_batch_that_gained_nothing() -> None:
     lengths, many = DraftLengths(), [new_sequence() for _ in range(64)]
     for _ in range(200):

@@ -272,10 +272,9 @@ def test_a_drafter_that_fails_costs_no_request(caplog: pytest.LogCaptureFixture)
 
 
 class BrokenMatcher:
-    """A form that outgrows its limits behind token 4; that cannot be taken back."""
+    """A form that outgrows its limits behind token 4."""
 
     def __init__(self, token_ids: Sequence[int] = ()) -> None:
-        self.num_accepted = len(token_ids)
         self.is_finished = False
         self.is_broken = 4 in token_ids
 
@@ -291,12 +290,8 @@ class BrokenMatcher:
 
     def accept(self, token_id: int) -> bool:
         self.allows(token_id)
-        self.num_accepted += 1
         self.is_broken |= token_id == 4
         return True
-
-    def rollback(self, num_tokens: int) -> None:
-        self.num_accepted -= num_tokens
 
     def forced(self, max_tokens: int) -> list[int]:
         return []

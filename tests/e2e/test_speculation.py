@@ -20,6 +20,7 @@ from pelton.errors import ConfigError
 from pelton.runtime.outputs import RequestOutput
 from pelton.runtime.speculate.config import SpeculationConfig
 from pelton.runtime.structured import StructuredOutput
+from support.json_schemas import SCHEMAS
 from support.text import passages
 
 IS_FULL = bool(os.environ.get("PELTON_FULL_TESTS"))
@@ -174,6 +175,39 @@ def test_sp_06_forms_with_drafts_are_valid_and_end(
     for output in outputs:
         assert output.outputs[0].finish_reason == "stop"
         jsonschema.validate(json.loads(output.outputs[0].text), SCHEMA)
+
+
+@pytest.mark.filterwarnings("ignore:Possible set:FutureWarning")
+def test_documents_of_many_schemas_are_the_same_and_valid_with_drafts(tiny_bundles: dict[str, Path]) -> None:
+    """300 whole documents and more over all schemas with PELTON_FULL_TESTS, else one of every second."""
+    schemas = [SCHEMAS[name] for name in SCHEMAS][:: 1 if IS_FULL else 2]
+    asks = [(schema, seed) for seed in range(5 if IS_FULL else 1) for schema in schemas]
+    prompts = [f"A value of {json.dumps(schema)[:150]}: " for schema, _ in asks]
+    params = [
+        SamplingParams(
+            temperature=0.3 * (1 + seed), seed=seed, max_tokens=200,
+            structured_output=StructuredOutput("json_schema", json.dumps(schema)),
+        )
+        for schema, seed in asks
+    ]  # fmt: skip
+    texts: dict[str, list[tuple[str, str | None]]] = {}
+    for drafter in ("nobody", "ngram", "suffix"):
+        drafting = None if drafter == "nobody" else SpeculationConfig(drafter, is_adaptive=False)
+        settings = [replace(one, num_draft_tokens=0) for one in params] if drafting is None else params
+        with LLM(tiny_bundles["llama"], speculation=drafting) as llm:
+            choices = [output.outputs[0] for output in llm.generate(prompts, settings)]
+            assert (llm.engine.stats().num_accepted_tokens > 100) == (drafting is not None)
+        texts[drafter] = [(choice.text, choice.finish_reason) for choice in choices]
+    assert texts["ngram"] == texts["suffix"] == texts["nobody"]
+    ended = [
+        (schema, text)
+        for (schema, _), (text, why) in zip(asks, texts["nobody"], strict=True)
+        if why == "stop"
+    ]
+    assert len(ended) >= (300 if IS_FULL else 0.8 * len(asks))
+    for schema, text in ended:
+        validator = jsonschema.Draft202012Validator
+        validator(schema, format_checker=validator.FORMAT_CHECKER).validate(json.loads(text))
 
 
 def test_sp_02_a_draft_model_of_another_vocabulary_is_refused(

@@ -39,8 +39,8 @@ class StepOutput:
     """`logits` `[N, vocab_size]` float32, row i belongs to `StepInputs.logits_rows[i]`. Valid until the next step.
 
     A tensor stays on its device, where work on it may still be under way: the executor's own sampler reads it. `hidden`
-    `[N, hidden_size]` are the states that the logits were made from, where the engine was built to give them; whoever
-    wants them later keeps them.
+    `[N, hidden_size]` are the states that the logits were made from, where the engine was built to give them; they are
+    new memory in every step and may be kept.
     """
 
     logits: np.ndarray | torch.Tensor

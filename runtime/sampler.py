@@ -274,26 +274,21 @@ def _run_processors(row: np.ndarray, sequence: Sequence, drafted: tuple[int, ...
     return row
 
 
+def allowed_tokens(mask: np.ndarray, vocab_size: int) -> np.ndarray:
+    """`[vocab_size]` bool of the bits of `mask` `[ceil(vocab_size / 32)]` int32."""
+    return np.unpackbits(mask.view(np.uint8), count=vocab_size, bitorder="little").view(np.bool_)
+
+
 def _masked(row: np.ndarray, mask: np.ndarray) -> np.ndarray:
     """A copy of `row` with -inf for the tokens that `mask` leaves out."""
-    words = mask.view(np.uint32)
-    if 2 * int(np.bitwise_count(words).sum()) > len(row):  # whichever writes fewer
+    allowed = allowed_tokens(mask, len(row))
+    if 2 * np.count_nonzero(allowed) > len(row):  # whichever writes fewer
         masked = row.copy()
-        masked[_tokens_of(~words, len(row))] = -np.inf
+        masked[~allowed] = -np.inf
     else:
         masked = np.full_like(row, -np.inf)
-        allowed = _tokens_of(words, len(row))
-        masked[allowed] = row[allowed]
+        np.copyto(masked, row, where=allowed)
     return masked
-
-
-def _tokens_of(words: np.ndarray, vocab_size: int) -> np.ndarray:
-    """The ids below `vocab_size` whose bits are set in `words` uint32, ascending."""
-    places = np.flatnonzero(words)
-    bits = np.unpackbits(words[places].view(np.uint8), bitorder="little").reshape(-1, 32)
-    at, bit = np.nonzero(bits)
-    ids = places[at] * 32 + bit
-    return ids[ids < vocab_size]
 
 
 def _draw_masked(row: np.ndarray, params: SamplingParams, uniform: float) -> int:

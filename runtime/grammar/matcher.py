@@ -82,16 +82,20 @@ class LlguidanceMatcher:
         return self._raw.validate_tokens([token_id]) == 1
 
     def accept(self, token_id: int) -> bool:
-        if token_id in self.vocabulary.eos_token_ids:
-            is_accepted = self._num_ends > 0 or self._raw.is_accepting()
-            self._num_ends += is_accepted
-        elif self._num_ends or not 0 <= token_id < self.vocabulary.vocab_size:
-            return False
-        else:
-            is_accepted = self._raw.try_consume_tokens([token_id]) == 1
+        is_accepted = self._accept(token_id)
         if not is_accepted:
             self.check()
         return is_accepted
+
+    def _accept(self, token_id: int) -> bool:
+        """False also once llguidance has given up."""
+        if token_id in self.vocabulary.eos_token_ids:
+            is_accepted = self._num_ends > 0 or self._raw.is_accepting()
+            self._num_ends += is_accepted
+            return is_accepted
+        if self._num_ends or not 0 <= token_id < self.vocabulary.vocab_size:
+            return False
+        return self._raw.try_consume_tokens([token_id]) == 1
 
     def forced(self, max_tokens: int) -> list[int]:
         if max_tokens < 1 or self.is_finished:

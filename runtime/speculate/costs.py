@@ -24,13 +24,20 @@ class _Range:
 
     samples: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=_SAMPLES))
     newest: int = 0  # number of the record that came last
+    _point: tuple[float, float] | None = None
+
+    def add(self, num_tokens: int, seconds: float) -> None:
+        self.samples.append((num_tokens, seconds))
+        self._point = None
 
     @property
     def point(self) -> tuple[float, float]:
         """Typical number of tokens and seconds."""
-        size = sum(n for n, _ in self.samples) / len(self.samples)
-        times = sorted(seconds for _, seconds in self.samples)
-        return size, times[int(_QUANTILE * len(times))]
+        if self._point is None:
+            size = sum(n for n, _ in self.samples) / len(self.samples)
+            times = sorted(seconds for _, seconds in self.samples)
+            self._point = size, times[int(_QUANTILE * len(times))]
+        return self._point
 
 
 class StepCosts:
@@ -54,7 +61,7 @@ class StepCosts:
         measured = self._ranges.setdefault(_range_of(num_tokens), _Range())
         if self._is_old(measured):
             measured.samples.clear()
-        measured.samples.append((num_tokens, seconds))
+        measured.add(num_tokens, seconds)
         measured.newest = self._num_records
         self._curve = None
 

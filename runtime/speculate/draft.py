@@ -68,7 +68,7 @@ class Drafter(Protocol):
 
     def observe(self, hidden: np.ndarray | torch.Tensor, sequences: Seq[Sequence], rows: Seq[int]) -> None:
         """`hidden[rows[i]]` of `[N, hidden_size]` is the state from which the newest token of `sequences[i]` was
-        chosen. Called after a step of an engine that gives hidden states, unless the next is sure to have no draft.
+        chosen. Called after a step of an engine that gives hidden states, unless the next is sure to ask for no draft.
         """
         ...
 

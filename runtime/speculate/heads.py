@@ -226,7 +226,7 @@ class _Guess:
 
 class _States:
     """The hidden states of the step that was observed last, and how many tokens each sequence had with the one chosen
-    from its state. Rows are taken from the step's tensor when they are asked for: in most steps none are.
+    from its state. Rows are taken from the step's tensor when they are asked for: where drafts do not pay, none are.
     """
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:

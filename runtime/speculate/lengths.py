@@ -75,9 +75,10 @@ class DraftLengths:
     unpredictable text thus gets none. What was found not to pay is tried again, rarely enough that trying takes less
     than a hundredth of the time.
 
-    A cheap drafter is best asked first, for the sequences that are `due`, and `allocate` then given the lengths of
-    its drafts; its unverified drafts go to `shadow`. Of others (`has_shadows` False) nothing is learned while they
-    rest. Without `is_adaptive` everything is given. Holds no clock: seconds come from the caller.
+    Before a step for which it `rests`, nothing is to be wanted. Otherwise a cheap drafter is best asked first, for the
+    sequences that are `due`, and `allocate` then given the lengths of its drafts; its unverified drafts go to `shadow`.
+    Of others (`has_shadows` False) nothing is learned while they rest. Without `is_adaptive` everything is given. Holds
+    no clock: seconds come from the caller.
     """
 
     def __init__(self, *, is_adaptive: bool = True, has_shadows: bool = True) -> None:
@@ -139,14 +140,12 @@ class DraftLengths:
     def due(self, sequences: Seq[Sequence]) -> list[Sequence]:
         """Those of `sequences` that are worth a look-up before the next step; they are taken to be looked up.
 
-        Where drafts were long refused that is now and then (`rests`), and where nothing was found it is some of them in
-        turn: in a full batch of unpredictable text looking up and comparing would itself take a part of the step.
+        Where drafts were long refused that is now and then, and where nothing was found it is some of them in turn: in
+        a full batch of unpredictable text looking up and comparing would itself take a part of the step.
         """
         if not self._is_adaptive:
             return list(sequences)
         self._looked_up = []
-        if self.rests:
-            return []
         owns = [(sequence, self._own.setdefault(sequence, _Own())) for sequence in sequences]
         missed = sorted((own.asked, i) for i, (_, own) in enumerate(owns) if own.has_missed)
         turn = {i for _, i in missed[:_MISSED_LOOKUPS]}

@@ -66,7 +66,7 @@ class Server:
 
     cost: Cost
     accepts: list[Accept]
-    lengths: DraftLengths | None = None
+    is_adaptive: bool = True
     fixed: int = 0
     propose_cost: float = 0.0  # seconds per drafted token
     has_shadow: bool = False
@@ -74,16 +74,20 @@ class Server:
     rng: random.Random = field(default_factory=lambda: random.Random(5))  # the same text whatever is drafted
     noise: random.Random = field(default_factory=lambda: random.Random(6))
     drafted: list[int] = field(default_factory=list)
+    lengths: DraftLengths | None = None
 
     def __post_init__(self) -> None:
         self.sequences = [new_sequence() for _ in self.accepts]
+        if self.is_adaptive:
+            self.lengths = DraftLengths(has_shadows=self.has_shadow)
 
     def run(self, steps: int) -> float:
         """Tokens per second, by the true times."""
         tokens, seconds = 0, 0.0
         for _ in range(steps):
             base = len(self.sequences) + self.num_prompt_tokens
-            wanted = [(sequence, LIMIT) for sequence in self.sequences]
+            limit = 0 if self.lengths and self.lengths.rests else LIMIT
+            wanted = [(sequence, limit) for sequence in self.sequences]
             given = self.lengths.allocate(wanted, base) if self.lengths else [self.fixed] * len(wanted)
             size, drafting = base + sum(given), self.propose_cost * sum(given)
             seconds += self.cost(size) + drafting
@@ -96,7 +100,7 @@ class Server:
                 if self.lengths and length:
                     self.lengths.record(sequence, length, min(right, length))
                 elif self.lengths and self.has_shadow:
-                    self.lengths.shadow(sequence, LIMIT, right)
+                    self.lengths.shadow(sequence, limit, right)
             if self.lengths:
                 noise = self.noise.gauss(1, 0.03) * (8 if self.noise.random() < 0.01 else 1)
                 self.lengths.record_step(size, max(self.cost(size) * noise, 1e-6))
@@ -105,7 +109,9 @@ class Server:
 
 
 def best_fixed(cost: Cost, accepts: list[Accept], propose_cost: float = 0.0) -> float:
-    servers = [Server(cost, accepts, fixed=k, propose_cost=propose_cost) for k in range(LIMIT + 1)]
+    servers = [
+        Server(cost, accepts, is_adaptive=False, fixed=k, propose_cost=propose_cost) for k in range(LIMIT + 1)
+    ]
     return max(server.run(1000) for server in servers)
 
 
@@ -126,7 +132,7 @@ CASES = {
 def test_it_comes_near_the_best_fixed_length(case: str) -> None:
     cost, accepts, propose_cost = CASES[case]
     has_shadow = not propose_cost  # the drafts of look-ups are there anyhow
-    server = Server(cost, accepts, DraftLengths(), propose_cost=propose_cost, has_shadow=has_shadow)
+    server = Server(cost, accepts, propose_cost=propose_cost, has_shadow=has_shadow)
     server.run(300)
     server.rng.seed(5)
     assert server.run(1000) > 0.93 * best_fixed(cost, accepts, propose_cost)
@@ -134,7 +140,7 @@ def test_it_comes_near_the_best_fixed_length(case: str) -> None:
 
 def test_sequences_that_differ_are_better_off_than_with_one_length_for_all() -> None:
     accepts = [geometric(0.9)] * 8 + [geometric(0.1)] * 24
-    server = Server(kneed, accepts, DraftLengths())
+    server = Server(kneed, accepts)
     server.run(300)
     assert server.run(1000) > 1.2 * best_fixed(kneed, accepts)
 
@@ -146,21 +152,21 @@ def test_drafts_that_never_fit_cost_under_3_percent(
     cost: Cost, num_sequences: int, propose_cost: float, has_shadow: bool
 ) -> None:
     accepts = [geometric(0.0)] * num_sequences
-    server = Server(cost, accepts, DraftLengths(), propose_cost=propose_cost, has_shadow=has_shadow)
+    server = Server(cost, accepts, propose_cost=propose_cost, has_shadow=has_shadow)
     server.run(100)
-    assert server.run(500) > 0.97 * Server(cost, accepts).run(10)
+    assert server.run(500) > 0.97 * Server(cost, accepts, is_adaptive=False).run(10)
 
 
 def test_a_full_batch_in_which_some_copy_is_not_slowed_by_drafts_that_just_break_even() -> None:
     accepts = [geometric(0.9)] * 14 + [geometric(0.05)] * 30
-    server = Server(kneed, accepts, DraftLengths(), has_shadow=True)
+    server = Server(kneed, accepts, has_shadow=True)
     server.run(100)
-    assert server.run(500) > 0.97 * Server(kneed, accepts).run(10)
+    assert server.run(500) > 0.97 * Server(kneed, accepts, is_adaptive=False).run(10)
 
 
 def test_a_full_batch_of_prompts_in_progress_is_not_slowed() -> None:
     accepts = [geometric(0.2)] * 8
-    server = Server(linear, accepts, DraftLengths(), has_shadow=True)
+    server = Server(linear, accepts, has_shadow=True)
     server.run(100)
     server.num_prompt_tokens = 500
     server.drafted.clear()
@@ -170,7 +176,7 @@ def test_a_full_batch_of_prompts_in_progress_is_not_slowed() -> None:
 
 @pytest.mark.parametrize("has_shadow", [False, True])
 def test_drafting_comes_back_when_text_becomes_predictable(has_shadow: bool) -> None:
-    server = Server(kneed, [geometric(0.0)] * 8, DraftLengths(), has_shadow=has_shadow)
+    server = Server(kneed, [geometric(0.0)] * 8, has_shadow=has_shadow)
     server.run(1000)
     server.accepts = [geometric(0.9)] * 8
     server.run(10 if has_shadow else 200)
@@ -180,7 +186,7 @@ def test_drafting_comes_back_when_text_becomes_predictable(has_shadow: bool) -> 
 
 def test_drafting_comes_back_when_rows_become_cheap() -> None:
     accepts = [geometric(0.6)] * 8
-    server = Server(lambda n: 0.003 * n, accepts, DraftLengths(), has_shadow=True)
+    server = Server(lambda n: 0.003 * n, accepts, has_shadow=True)
     server.run(1000)
     server.cost = memory_bound
     server.run(1000)
@@ -188,7 +194,7 @@ def test_drafting_comes_back_when_rows_become_cheap() -> None:
 
 
 def test_steps_without_drafts_are_measured_at_once_and_again_where_drafts_always_pay() -> None:
-    server = Server(memory_bound, [geometric(0.9)] * 2, DraftLengths())
+    server = Server(memory_bound, [geometric(0.9)] * 2)
     server.run(10)
     assert 0 in server.drafted
     server.run(100)
@@ -198,7 +204,7 @@ def test_steps_without_drafts_are_measured_at_once_and_again_where_drafts_always
 
 
 def test_a_new_sequence_starts_from_what_the_others_showed() -> None:
-    server = Server(linear, [geometric(0.0)] * 4, DraftLengths())
+    server = Server(linear, [geometric(0.0)] * 4)
     server.run(100)
     assert server.lengths is not None
     newcomers = [(new_sequence(), LIMIT) for _ in range(4)]
@@ -213,7 +219,7 @@ def test_refused_sequences_are_looked_up_rarely_until_drafts_pay_again() -> None
         """How often it was due, and how many draft tokens were given."""
         num_due, num_given = 0, 0
         for _ in range(count):
-            is_due = bool(lengths.due([sequence]))
+            is_due = not lengths.rests and bool(lengths.due([sequence]))
             wanted = [(sequence, LIMIT if is_due else 0), *((other, 0) for other in others)]
             given, *_ = lengths.allocate(wanted, 4)
             if is_due:
@@ -279,7 +285,7 @@ def test_a_batch_that_gains_nothing_rests_and_longer_where_nothing_is_learned_me
 def test_a_single_sequence_is_looked_up_at_once_behind_a_large_batch_that_gained_nothing() -> None:
     lengths, many = DraftLengths(), [new_sequence() for _ in range(64)]
     for _ in range(200):
-        found = set(lengths.due(many))
+        found = set() if lengths.rests else set(lengths.due(many))
         given = lengths.allocate([(s, 4 if s in found else 0) for s in many], 64)
         for sequence, length in zip(many, given, strict=True):
             if sequence in found:
@@ -290,7 +296,7 @@ def test_a_single_sequence_is_looked_up_at_once_behind_a_large_batch_that_gained
     alone = new_sequence()
     num_due = 0
     for _ in range(50):
-        num_due += len(lengths.due([alone]))
+        num_due += not lengths.rests and len(lengths.due([alone]))
         lengths.allocate([(alone, 0)], 1)
     assert num_due >= 48
 

@@ -79,7 +79,7 @@ def drafting_engine(
         eos_token_ids=tokenizer.eos_token_ids,
         drafter=drafter,
         draft_limit=draft_limit,
-        lengths=DraftLengths(is_adaptive=is_adaptive),
+        lengths=DraftLengths(is_adaptive=is_adaptive, has_shadows=drafter.is_lookup),
     )
     config = config or EngineConfig(check_invariants=True)
     return Engine(executor, tokenizer, config, speculator=speculator)

@@ -169,6 +169,7 @@ def resolve(request: BuildRequest) -> BuildPlan:
     dtype = _dtype(request.dtype, target, checkpoint.dtype_name)
     if request.dtype == "auto" and dtype != checkpoint.dtype_name:
         warnings.append(f"the checkpoint is {checkpoint.dtype_name}; it is built in {dtype} on this target")
+    warnings += target.warnings(dtype)
     kinds = [
         dtype,
         weights.scheme,

@@ -36,6 +36,7 @@ from ..plugins_trt.draft_heads import (
 from .checkpoint import Checkpoint, load_model, load_tokenizer, open_checkpoint
 from .drafter import vocabulary_digest
 from .drafter_text import WINDOW, Corpus, observe_target, read_windows
+from .host_cpu import has_bfloat16_products
 from .progress import Progress, format_bytes
 
 _BATCH_SIZE = 128  # start positions of a training step
@@ -118,10 +119,10 @@ class _Heads(nn.Module):
         that at place i is for the token after `tokens[:, i]`."""
         raise NotImplementedError
 
-    def exported(self) -> dict[str, Tensor]:
-        """The tensors of the file but for `draft_tokens`."""
+    def exported(self, dtype: torch.dtype) -> dict[str, Tensor]:
+        """The tensors of the file but for `draft_tokens`, in `dtype`."""
         tensors = {**dict(self.named_parameters()), "head": self.get_buffer("head")}
-        return {name: tensor.detach().to(self.dtype).contiguous() for name, tensor in tensors.items()}
+        return {name: tensor.detach().to(dtype).contiguous() for name, tensor in tensors.items()}
 
     def computed(self) -> dict[str, Tensor]:
         return {name: parameter.to(self.dtype) for name, parameter in self.named_parameters()}
@@ -170,10 +171,11 @@ class EagleHeads(_Heads):
             states.append(hidden)
         return states
 
-    def exported(self) -> dict[str, Tensor]:
-        tensors = super().exported()
-        tensors["token_table"] = functional.linear(self._embedding, tensors.pop("token_mix"))
-        return tensors
+    def exported(self, dtype: torch.dtype) -> dict[str, Tensor]:
+        tensors = super().exported(dtype)
+        del tensors["token_mix"]
+        table = functional.linear(self._embedding, self.computed()["token_mix"])
+        return {**tensors, "token_table": table.detach().to(dtype)}
 
 
 def train(request: TrainRequest, progress: Progress) -> tuple[HeadConfig, Acceptance]:
@@ -193,8 +195,10 @@ def train(request: TrainRequest, progress: Progress) -> tuple[HeadConfig, Accept
             vocab_size=config.vocab_size, max_tokens=request.max_tokens, seed=request.seed,
         )  # fmt: skip
     dtype = torch.float32 if checkpoint.dtype_name == "float32" else torch.bfloat16
+    # Written in the target's dtype; computed in float32 where products of bfloat16 would take several times as long.
+    computed = dtype if has_bfloat16_products() else torch.float32
     with progress.stage("load weights"):
-        model = load_model(checkpoint, dtype, progress.warning)
+        model = load_model(checkpoint, computed, progress.warning)
     with progress.stage("read the text with the target"):
         corpus = observe_target(model, windows, span=span, progress=progress)
         held_out = observe_target(model, held_out_windows, span=span, progress=progress)
@@ -203,7 +207,7 @@ def train(request: TrainRequest, progress: Progress) -> tuple[HeadConfig, Accept
         f"{format_bytes(corpus.num_bytes + held_out.num_bytes)} of the target's states"
     )
     draft_tokens = choose_draft_tokens(corpus.token_ids, request.draft_vocab_size, config.vocab_size)
-    heads = _make_heads(request, model, corpus, draft_tokens, dtype)
+    heads = _make_heads(request, model, corpus, draft_tokens, computed)
     del model
     start = time.monotonic()
     with progress.stage(f"train {request.kind} heads"):
@@ -221,7 +225,7 @@ def train(request: TrainRequest, progress: Progress) -> tuple[HeadConfig, Accept
         },
     )  # fmt: skip
     with progress.stage("write drafter"):
-        write_drafter(request.output, head_config, {**heads.exported(), "draft_tokens": draft_tokens})
+        write_drafter(request.output, head_config, {**heads.exported(dtype), "draft_tokens": draft_tokens})
     return head_config, acceptance
 
 

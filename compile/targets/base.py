@@ -64,6 +64,10 @@ class Target(Protocol):
         """The target's own options of the command that builds again, by name."""
         ...
 
+    def warnings(self, dtype: str) -> list[str]:
+        """What a user should know of engines in `dtype` on the machine that they are for."""
+        ...
+
     def plan_memory(
         self, config: Any, facts: ModelFacts, limits: Limits, dtype: torch.dtype, weights: int
     ) -> MemoryPlan:

@@ -18,6 +18,7 @@ from ...plugins_trt.paged_attention_cpu import uses_tiles
 from ..bundle import HostFacts, HostNeeds, Limits, ModelFacts
 from ..experts import BATCHED
 from ..export import KVGeometry
+from ..host_cpu import has_bfloat16_products
 from ..memory import MemoryPlan, plan_memory
 from ..model_loading import empty_model
 from ..passes import optimise
@@ -76,6 +77,14 @@ class CpuTarget:
 
     def command_options(self) -> Mapping[str, object]:
         return {}
+
+    def warnings(self, dtype: str) -> list[str]:
+        if dtype != "bfloat16" or has_bfloat16_products():
+            return []
+        return [
+            "this processor has no instructions for products of bfloat16: prompts and batches are slower than with "
+            "--dtype float32, which takes twice the memory"
+        ]
 
     def plan_memory(
         self, config: Any, facts: ModelFacts, limits: Limits, dtype: torch.dtype, weights: int

@@ -94,6 +94,9 @@ class CudaTarget:
     def command_options(self) -> Mapping[str, object]:
         return {}
 
+    def warnings(self, dtype: str) -> list[str]:
+        return []
+
     def plan_memory(
         self, config: Any, facts: ModelFacts, limits: Limits, dtype: torch.dtype, weights: int
     ) -> MemoryPlan:

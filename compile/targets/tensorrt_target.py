@@ -102,6 +102,9 @@ class TensorRTTarget:
             options["--frontend"] = self._frontend
         return options
 
+    def warnings(self, dtype: str) -> list[str]:
+        return []
+
     def plan_memory(
         self, config: Any, facts: ModelFacts, limits: Limits, dtype: torch.dtype, weights: int
     ) -> MemoryPlan:

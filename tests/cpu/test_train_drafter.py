@@ -36,12 +36,16 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory, text: Path) -> Path:
+    return predictable_checkpoint(tmp_path_factory.mktemp("model"), text)
+
+
+def predictable_checkpoint(path: Path, text: Path, dtype: torch.dtype = torch.float32) -> Path:
     """A model that says after each token one of those that the text has."""
-    path = tmp_path_factory.mktemp("model")
     write_tokenizer(path)
     tokenizer = Tokenizer.from_file(str(path / "tokenizer.json"))
     used = sorted({i for document in read_documents(text) for i in tokenizer.encode(document).ids})
-    return scripted_checkpoint(path, [used[(7 * token + 11) % len(used)] for token in range(VOCAB_SIZE)])
+    successor = [used[(7 * token + 11) % len(used)] for token in range(VOCAB_SIZE)]
+    return scripted_checkpoint(path, successor, dtype=dtype)
 
 
 def trained(
@@ -93,6 +97,22 @@ def test_what_is_written_guesses_as_it_was_measured(checkpoint: Path, text: Path
         right.append(guess == int(corpus.likeliest[at + 1, 0]))
         heads.end(sequence)
     assert np.mean(right) == pytest.approx(acceptance.agreement[0], abs=1e-6)
+
+
+@pytest.mark.parametrize("has_products", [True, False])
+def test_heads_are_written_in_the_dtype_of_their_target(
+    has_products: bool, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the processor computes them in."""
+    monkeypatch.setattr("pelton.compile.train_drafter.has_bfloat16_products", lambda: has_products)
+    (tmp_path / "model").mkdir()
+    checkpoint = predictable_checkpoint(tmp_path / "model", text, torch.bfloat16)
+    config, acceptance, _ = trained(checkpoint, text, tmp_path / "heads", steps=150)
+    weights = read_weights(tmp_path / "heads", config)
+    floats = {tensor.dtype for tensor in weights.values() if tensor.is_floating_point()}
+    assert config.dtype == "bfloat16"
+    assert floats == {torch.bfloat16}
+    assert acceptance.agreement[0] > 0.5
 
 
 def test_equal_requests_give_equal_files(checkpoint: Path, text: Path, tmp_path: Path) -> None:

@@ -95,26 +95,37 @@ class Switches:
     order: tuple[int, ...]
 
 
-def run(
-    bundle: Path, prompts: list[list[int]], params: list[SamplingParams], switches: Switches
-) -> list[RequestOutput]:
-    """Results in the order of `prompts`, however they arrived; the pool is `num_blocks` (None: ample)."""
+def opened(bundle: Path, switches: Switches) -> LLM:
+    """The pool is `num_blocks` (None: ample)."""
     from pelton.plugins_trt.cpu_engine import EngineProgram
 
-    block_bytes = EngineProgram.read(bundle).block_bytes
-    llm = LLM(
+    return LLM(
         bundle,
         enable_prefix_caching=switches.enable_prefix_caching,
         max_chunk_tokens=switches.max_chunk_tokens,
         max_batch_size=switches.max_batch_size,
-        kv_cache_bytes=(switches.num_blocks or 600) * block_bytes,
+        kv_cache_bytes=(switches.num_blocks or 600) * EngineProgram.read(bundle).block_bytes,
         check_invariants=True,
     )
-    with llm:
-        outputs = llm.generate([prompts[i] for i in switches.order], [params[i] for i in switches.order])
+
+
+def answers(
+    llm: LLM, prompts: list[list[int]], params: list[SamplingParams], order: tuple[int, ...]
+) -> list[RequestOutput]:
+    """Results in the order of `prompts`, which arrive in that of `order`."""
+    outputs = llm.generate([prompts[i] for i in order], [params[i] for i in order])
+    return [outputs[order.index(i)] for i in range(len(prompts))]
+
+
+def run(
+    bundle: Path, prompts: list[list[int]], params: list[SamplingParams], switches: Switches
+) -> list[RequestOutput]:
+    """Through an engine of its own, whose preemptions count where its pool is small."""
+    with opened(bundle, switches) as llm:
+        outputs = answers(llm, prompts, params, switches.order)
         if switches.num_blocks is not None:
             run.num_preemptions += llm.engine.stats().num_preemptions  # type: ignore[attr-defined]
-    return [outputs[switches.order.index(i)] for i in range(len(prompts))]
+    return outputs
 
 
 run.num_preemptions = 0  # type: ignore[attr-defined]
@@ -175,13 +186,14 @@ def test_tokens_do_not_depend_on_how_they_were_computed(family: str, tiny_bundle
     bundle = tiny_bundles[family]
     source = random.Random(family)
     run.num_preemptions = 0  # type: ignore[attr-defined]
-    for _ in range(100):
-        prompts, params = random_requests(source, 320, source.randint(2, 12), 90)
-        plain = Switches(False, 512, 1, None, tuple(range(len(prompts))))
-        expected = [summary(output) for output in run(bundle, prompts, params, plain)]
-        switches = random_switches(source, prompts, params, 16)
-        actual = [summary(output) for output in run(bundle, prompts, params, switches)]
-        assert actual == expected, switches
+    with opened(bundle, Switches(False, 512, 1, None, ())) as plain:
+        for _ in range(100):
+            prompts, params = random_requests(source, 320, source.randint(2, 12), 90)
+            in_order = tuple(range(len(prompts)))
+            expected = [summary(output) for output in answers(plain, prompts, params, in_order)]
+            switches = random_switches(source, prompts, params, 16)
+            actual = [summary(output) for output in run(bundle, prompts, params, switches)]
+            assert actual == expected, switches
     assert run.num_preemptions > 50  # type: ignore[attr-defined]
 
 

@@ -37,7 +37,7 @@ class Corpus:
     """
 
     token_ids: Tensor  # [N] int64
-    hidden: Tensor  # [N, H], the target's dtype
+    hidden: Tensor  # [N, H], the dtype that an engine gives them in
     likeliest: Tensor  # [N, K] int32, tokens after it, the likeliest first
     probabilities: Tensor  # [N, K] float32, of the whole distribution
     positions: Tensor  # [P] int64
@@ -106,12 +106,11 @@ def read_documents(path: Path) -> Iterator[str]:
 
 
 def observe_target(
-    model: nn.Module, windows: Sequence[np.ndarray], *, span: int, progress: Progress
+    model: nn.Module, windows: Sequence[np.ndarray], *, span: int, dtype: torch.dtype, progress: Progress
 ) -> Corpus:
-    """Run `model` on each window."""
+    """Run `model` on each window; hidden states are kept in `dtype`."""
     num_tokens = sum(map(len, windows))
     config: Any = model.config
-    dtype = next(model.parameters()).dtype
     num_kept = min(_NUM_LIKELIEST, config.vocab_size)
     hidden = torch.empty(num_tokens, config.hidden_size, dtype=dtype)
     likeliest = torch.empty(num_tokens, num_kept, dtype=torch.int32)

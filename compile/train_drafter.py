@@ -33,10 +33,10 @@ from ..plugins_trt.draft_heads import (
     medusa_states,
     rms_norm,
 )
+from ..plugins_trt.processor import has_bfloat16_products
 from .checkpoint import Checkpoint, load_model, load_tokenizer, open_checkpoint
 from .drafter import vocabulary_digest
 from .drafter_text import WINDOW, Corpus, observe_target, read_windows
-from .host_cpu import has_bfloat16_products
 from .progress import Progress, format_bytes
 
 _BATCH_SIZE = 128  # start positions of a training step
@@ -124,6 +124,12 @@ class _Heads(nn.Module):
         tensors = {**dict(self.named_parameters()), "head": self.get_buffer("head")}
         return {name: tensor.detach().to(dtype).contiguous() for name, tensor in tensors.items()}
 
+    def round_to(self, dtype: torch.dtype) -> None:
+        """Make the parameters those that `exported` writes in `dtype`."""
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.copy_(parameter.to(dtype))
+
     def computed(self) -> dict[str, Tensor]:
         return {name: parameter.to(self.dtype) for name, parameter in self.named_parameters()}
 
@@ -137,7 +143,7 @@ class MedusaHeads(_Heads):
 
     def states(self, hidden: Tensor, tokens: Tensor) -> list[Tensor]:
         w = self.computed()
-        return list(medusa_states(hidden, w["block"], w["bias"]))
+        return list(medusa_states(hidden.to(self.dtype), w["block"], w["bias"]))
 
 
 class EagleHeads(_Heads):
@@ -164,7 +170,7 @@ class EagleHeads(_Heads):
 
     def states(self, hidden: Tensor, tokens: Tensor) -> list[Tensor]:
         w = self.computed()
-        states = []
+        hidden, states = hidden.to(self.dtype), []
         for place in range(tokens.shape[1]):
             rows = functional.linear(self._embedding[tokens[:, place]], w["token_mix"])
             hidden = eagle_step(lambda name, x: functional.linear(x, w[name]), w, hidden, rows)
@@ -174,8 +180,8 @@ class EagleHeads(_Heads):
     def exported(self, dtype: torch.dtype) -> dict[str, Tensor]:
         tensors = super().exported(dtype)
         del tensors["token_mix"]
-        table = functional.linear(self._embedding, self.computed()["token_mix"])
-        return {**tensors, "token_table": table.detach().to(dtype)}
+        table = functional.linear(self._embedding, self.token_mix.detach().to(self.dtype))
+        return {**tensors, "token_table": table.to(dtype)}
 
 
 def train(request: TrainRequest, progress: Progress) -> tuple[HeadConfig, Acceptance]:
@@ -195,24 +201,29 @@ def train(request: TrainRequest, progress: Progress) -> tuple[HeadConfig, Accept
             vocab_size=config.vocab_size, max_tokens=request.max_tokens, seed=request.seed,
         )  # fmt: skip
     dtype = torch.float32 if checkpoint.dtype_name == "float32" else torch.bfloat16
-    # Written in the target's dtype; computed in float32 where products of bfloat16 would take several times as long.
-    computed = dtype if has_bfloat16_products() else torch.float32
+    compute_dtype = dtype if has_bfloat16_products() else torch.float32
+    if compute_dtype != dtype:
+        progress.note(
+            "this processor has no instructions for products of bfloat16: computing in float32, the model takes twice "
+            "the memory; the heads are written in bfloat16"
+        )
     with progress.stage("load weights"):
-        model = load_model(checkpoint, computed, progress.warning)
+        model = load_model(checkpoint, compute_dtype, progress.warning)
     with progress.stage("read the text with the target"):
-        corpus = observe_target(model, windows, span=span, progress=progress)
-        held_out = observe_target(model, held_out_windows, span=span, progress=progress)
+        corpus = observe_target(model, windows, span=span, dtype=dtype, progress=progress)
+        held_out = observe_target(model, held_out_windows, span=span, dtype=dtype, progress=progress)
     progress.note(
         f"{len(corpus.token_ids)} tokens to train on, {len(held_out.token_ids)} held out, "
         f"{format_bytes(corpus.num_bytes + held_out.num_bytes)} of the target's states"
     )
     draft_tokens = choose_draft_tokens(corpus.token_ids, request.draft_vocab_size, config.vocab_size)
-    heads = _make_heads(request, model, corpus, draft_tokens, computed)
+    heads = _make_heads(request, model, corpus, draft_tokens, compute_dtype)
     del model
     start = time.monotonic()
     with progress.stage(f"train {request.kind} heads"):
         steps = _fit(heads, corpus, _draft_index(draft_tokens, config.vocab_size), request, progress)
     seconds = time.monotonic() - start
+    heads.round_to(dtype)
     with progress.stage("measure"):
         acceptance = measure_acceptance(heads, held_out, draft_tokens, request.num_draft_tokens)
     head_config = _head_config(

@@ -114,7 +114,13 @@ def pelton_here(*arguments: str | Path) -> Result:
     """The same commands in this process, without the seconds that imports take."""
     from pelton.scripts.cli import main
 
-    result = CliRunner().invoke(main, [str(argument) for argument in arguments])
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        result = CliRunner().invoke(main, [str(argument) for argument in arguments])
+    finally:  # a command that ends with its process may leave it ignored
+        signal.signal(signal.SIGINT, before)
+    if result.exit_code == 130:  # Ctrl-C, which it takes for its own
+        raise KeyboardInterrupt
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception  # a user would see a traceback
     return result

@@ -65,7 +65,7 @@ class Target(Protocol):
         ...
 
     def warnings(self, dtype: str) -> list[str]:
-        """What a user should know of engines in `dtype` on the machine that they are for."""
+        """What a user should know of engines in `dtype`; where they are for the building machine, on that one."""
         ...
 
     def plan_memory(

@@ -15,10 +15,10 @@ import torch
 from ...errors import BuildError
 from ...plugins_trt.cpu_engine import CpuEngine
 from ...plugins_trt.paged_attention_cpu import uses_tiles
+from ...plugins_trt.processor import has_bfloat16_products
 from ..bundle import HostFacts, HostNeeds, Limits, ModelFacts
 from ..experts import BATCHED
 from ..export import KVGeometry
-from ..host_cpu import has_bfloat16_products
 from ..memory import MemoryPlan, plan_memory
 from ..model_loading import empty_model
 from ..passes import optimise
@@ -83,7 +83,7 @@ class CpuTarget:
             return []
         return [
             "this processor has no instructions for products of bfloat16: prompts and batches are slower than with "
-            "--dtype float32, which takes twice the memory"
+            "--dtype float32, whose weights and KV pages are twice as large"
         ]
 
     def plan_memory(

@@ -94,7 +94,7 @@ def pack(weight: Tensor) -> Callable[[Tensor], Tensor]:
 
 
 def has_fast_bfloat16() -> bool:
-    """Whether this CPU multiplies in bfloat16."""
+    """Whether heads are computed in bfloat16 on this CPU: on x86 alone, where packing for oneDNN was tried."""
     return bool(torch._C._has_mkldnn and torch.cpu._is_avx512_bf16_supported())
 
 

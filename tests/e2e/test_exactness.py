@@ -96,7 +96,7 @@ class Switches:
 
 
 def opened(bundle: Path, switches: Switches) -> LLM:
-    """The pool is `num_blocks` (None: ample)."""
+    """An engine with `switches` but for their order; its pool has `num_blocks` (None: ample)."""
     from pelton.plugins_trt.cpu_engine import EngineProgram
 
     return LLM(
@@ -187,13 +187,13 @@ def test_tokens_do_not_depend_on_how_they_were_computed(family: str, tiny_bundle
     source = random.Random(family)
     run.num_preemptions = 0  # type: ignore[attr-defined]
     with opened(bundle, Switches(False, 512, 1, None, ())) as plain:
-        for _ in range(100):
+        for trace in range(100):
             prompts, params = random_requests(source, 320, source.randint(2, 12), 90)
             in_order = tuple(range(len(prompts)))
             expected = [summary(output) for output in answers(plain, prompts, params, in_order)]
             switches = random_switches(source, prompts, params, 16)
             actual = [summary(output) for output in run(bundle, prompts, params, switches)]
-            assert actual == expected, switches
+            assert actual == expected, (trace, switches)
     assert run.num_preemptions > 50  # type: ignore[attr-defined]
 
 

@@ -32,6 +32,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from ..errors import BuildError
 from ..interrupts import held_interrupts
+from .bundle import MANIFEST_NAME
 from .gguf import GgufFile, write_config
 from .model_loading import empty_model, load_tensors, match_tensors, tied_pairs
 from .packed_checkpoint import (
@@ -151,6 +152,10 @@ def write_serving_files(checkpoint: Checkpoint, directory: Path) -> None:
 
 def _locate(model: str) -> Path:
     path = Path(model).expanduser()
+    if (path / MANIFEST_NAME).is_file():
+        raise BuildError(
+            f"{model}: this is a bundle already; `pelton inspect` says which checkpoint it was built from"
+        )
     if path.is_dir() or (path.is_file() and path.suffix == ".gguf"):
         return path.resolve()
     if path.exists():

@@ -105,6 +105,13 @@ def read_documents(path: Path) -> Iterator[str]:
             yield document["text"]
 
 
+def check_texts(paths: Sequence[Path]) -> None:
+    """Raises `BuildError` naming a file that cannot be read."""
+    for path in paths:
+        for _ in read_documents(path):
+            pass
+
+
 def observe_target(
     model: nn.Module, windows: Sequence[np.ndarray], *, span: int, dtype: torch.dtype, progress: Progress
 ) -> Corpus:

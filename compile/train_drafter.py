@@ -36,7 +36,7 @@ from ..plugins_trt.draft_heads import (
 from ..plugins_trt.processor import has_bfloat16_products
 from .checkpoint import Checkpoint, load_model, load_tokenizer, open_checkpoint
 from .drafter import vocabulary_digest
-from .drafter_text import WINDOW, Corpus, observe_target, read_windows
+from .drafter_text import WINDOW, Corpus, check_texts, observe_target, read_windows
 from .progress import Progress, format_bytes
 
 _BATCH_SIZE = 128  # start positions of a training step
@@ -190,6 +190,7 @@ def train(request: TrainRequest, progress: Progress) -> tuple[HeadConfig, Accept
     Raises `BuildError` naming what is at fault.
     """
     _check_output(request.output)
+    check_texts(request.texts)
     with progress.stage("read checkpoint"):
         checkpoint = open_checkpoint(request.model)
     span = request.num_draft_tokens + 1

@@ -82,8 +82,9 @@ class LLM:
     lowered below what the bundle was built for; `max_chunk_tokens` caps the prompt tokens of one sequence in a step;
     `kv_cache_bytes` sizes the KV pages, in bytes (the command line's `--kv-cache-memory`); `num_threads` is the
     threads of a CPU engine (`--threads`); `check_invariants` verifies the bookkeeping after every step (tests);
-    `speculation` says who drafts (None: nobody). Raises `BundleError` if the bundle cannot run here, `ConfigError` for
-    an option that cannot work with it.
+    `speculation` says who drafts (None: nobody); `chat_template` is the source of a Jinja template in place of the
+    model's own. Raises `BundleError` if the bundle or the template cannot be used here, `ConfigError` for an option
+    that cannot work with it.
     """
 
     def __init__(
@@ -98,10 +99,11 @@ class LLM:
         num_threads: int | None = None,
         check_invariants: bool = False,
         speculation: SpeculationConfig | None = None,
+        chat_template: str | None = None,
         **unknown: Never,
     ) -> None:
         if unknown:
-            options = ", ".join(option.name for option in fields(EngineConfig))
+            options = ", ".join([*(option.name for option in fields(EngineConfig)), "chat_template"])
             raise TypeError(f"LLM has no option {', '.join(unknown)}; it has {options}")
         config = EngineConfig(
             enable_prefix_caching=enable_prefix_caching,
@@ -113,7 +115,7 @@ class LLM:
             check_invariants=check_invariants,
             speculation=speculation,
         )
-        self._start(load_engine(bundle, config))
+        self._start(load_engine(bundle, config, chat_template=chat_template))
 
     @classmethod
     def from_engine(cls, engine: Engine) -> LLM:

@@ -124,8 +124,8 @@ def read_tool_use(
     if template is not None and not template.has_variable("tools"):
         if choice != "none":
             raise RequestError(
-                "tools: the model's chat template has no place for tools; serve it with another one "
-                "(pelton serve --chat-template FILE)",
+                "tools: the model's chat template has no place for tools; load the model with another one "
+                "(--chat-template FILE)",
                 field="tools",
                 code="unsupported_parameter",
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import signal
 import sys
 import traceback
@@ -21,7 +22,7 @@ from ..runtime.batch.job import BatchJob, JobOptions
 from ..runtime.batch.progress import JobSummary
 from ..runtime.engine import Engine
 from .batch_progress import Display, make_display
-from .engine_options import engine_config, engine_options
+from .engine_options import chat_template_option, engine_config, engine_options
 from .option_types import NonEmptyText
 
 EXIT_HAS_ERRORS = 1
@@ -42,7 +43,8 @@ A bad line        becomes a record whose "error" is not null and says which line
                   Lines that are not JSON objects have custom_id null there. Blank lines are skipped.
 Killed at any     the same command does exactly the missing lines: records are written as their lines are
 moment            done, and flushed to the disk every second. OUT.jsonl.journal says which job OUT belongs
-                  to: another input, engine, model name or seed is refused. Ctrl-C stops cleanly.
+                  to: another input, engine, chat template, model name or seed is refused. Ctrl-C stops
+                  cleanly.
 Equal runs give   equal records: requests without a seed get one from the job and the line, and
                   "created" is the time at which IN was last written.
 To repeat lines   take their records out of OUT and run the same command.
@@ -82,6 +84,7 @@ Exit status  0    all lines answered
 @click.option(
     "--overwrite", is_flag=True, help="Discard what OUT holds if it is not of this job (this job's is kept)."
 )
+@chat_template_option
 @engine_options
 def command(
     engine: Path,
@@ -92,10 +95,11 @@ def command(
     max_in_flight: int | None,
     max_failures: int,
     overwrite: bool,
+    chat_template: str | None,
     **engine_settings: Any,
 ) -> None:
     options = JobOptions(
-        engine_key=read_manifest(engine).content_key,
+        engine_key=_engine_key(read_manifest(engine).content_key, chat_template),
         model_names=model_names or (engine.resolve().name,),
         seed=seed,
         max_in_flight=max_in_flight,
@@ -107,7 +111,7 @@ def command(
         with held_interrupts():
             from ..runtime.load import load_engine  # only once the job is known to have work
 
-        return load_engine(engine, config=engine_config(**engine_settings))
+        return load_engine(engine, config=engine_config(**engine_settings), chat_template=chat_template)
 
     try:
         with closing(make_display(sys.stderr)) as display:
@@ -123,6 +127,13 @@ def command(
         click.echo(f"this is a bug in Pelton. {_GO_ON}", err=True)
         status = EXIT_FAILED
     sys.exit(status)
+
+
+def _engine_key(content_key: str, chat_template: str | None) -> str:
+    """What identifies the engine to a job: the bundle, and the template where it is not the bundle's."""
+    if chat_template is None:
+        return content_key
+    return hashlib.sha256(f"{content_key} {chat_template}".encode()).hexdigest()
 
 
 def _answer(

@@ -8,7 +8,7 @@ from typing import Any, TypeVar, get_args
 
 import click
 
-from ..errors import ConfigError
+from ..errors import BundleError, ConfigError, PeltonError
 from ..runtime.engine_config import EngineConfig
 from ..runtime.speculate.config import SpeculationConfig, SpeculationMethod
 from .sizes import MEMORY
@@ -45,6 +45,31 @@ _OPTIONS = (
         help="Draft the full number of tokens, also where it does not pay.",
     ),
 )
+
+
+def _read_template(context: click.Context, option: click.Parameter, path: Path | None) -> str | None:
+    """The source in a file, which must be a chat template."""
+    from ..runtime.chat_template import ChatTemplate
+
+    if path is None:
+        return None
+    try:
+        source = path.read_text("utf-8")
+        template = ChatTemplate({"default": source}, {})
+    except (OSError, UnicodeDecodeError, BundleError) as error:
+        raise PeltonError(f"--chat-template {path}: {error}") from None
+    if not template.has_variable("messages"):
+        raise PeltonError(f"--chat-template {path}: it does not read `messages`, so it is no chat template")
+    return source
+
+
+chat_template_option = click.option(
+    "--chat-template",
+    type=click.Path(path_type=Path, dir_okay=False, exists=True),
+    callback=_read_template,
+    help="Jinja file that replaces the model's chat template.",
+)
+"""Its source."""
 
 
 def engine_options(function: _Function) -> _Function:

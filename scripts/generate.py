@@ -13,7 +13,7 @@ import click
 from ..compile.bundle import read_manifest
 from ..errors import PeltonError
 from ..interrupts import held_interrupts
-from .engine_options import engine_config, engine_options
+from .engine_options import chat_template_option, engine_config, engine_options
 from .option_types import FiniteFloat
 
 if TYPE_CHECKING:
@@ -44,6 +44,7 @@ _CHAT_COMMANDS = (
 @click.option("--top-k", default=0, show_default=True, type=int, help="0: off.")
 @click.option("--seed", type=int, help="Repeatable sampling.")
 @click.option("--stop", multiple=True, help="Text that ends the answer; repeat for several.")
+@chat_template_option
 @engine_options
 def command(
     engine: Path,
@@ -56,6 +57,7 @@ def command(
     top_k: int,
     seed: int | None,
     stop: tuple[str, ...],
+    chat_template: str | None,
     **options: Any,
 ) -> None:
     """Generate text from the bundle ENGINE.
@@ -70,6 +72,8 @@ def command(
 
     if system is not None and not chat:
         raise PeltonError("--system needs --chat")
+    if chat_template is not None and not chat:
+        raise PeltonError("--chat-template needs --chat")
     max_model_len = read_manifest(engine).limits.max_model_len
     if max_tokens is not None and max_tokens >= max_model_len:
         raise PeltonError(
@@ -82,7 +86,8 @@ def command(
     config = engine_config(**options)
     if prompt == "-" or (prompt is None and not (chat and sys.stdin.isatty())):
         prompt = sys.stdin.read().removesuffix("\n")
-    with LLM(engine, **{name: getattr(config, name) for name in config.__slots__}) as llm:
+    settings = {name: getattr(config, name) for name in config.__slots__}
+    with LLM(engine, chat_template=chat_template, **settings) as llm:
         history = [{"role": "system", "content": system}] if system is not None else []
         if chat and prompt is None:
             _converse(llm, history, params)

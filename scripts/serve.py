@@ -11,10 +11,10 @@ from typing import Any
 
 import click
 
-from ..errors import BundleError, PeltonError
+from ..errors import PeltonError
 from ..interrupts import held_interrupts
 from ..runtime.tool_calls import REASONING_FORMATS, TOOL_FORMATS
-from .engine_options import engine_config, engine_options
+from .engine_options import chat_template_option, engine_config, engine_options
 from .option_types import FiniteFloat, NonEmptyText
 
 _KEY_VARIABLE = "PELTON_API_KEY"
@@ -69,11 +69,7 @@ _LOOPBACK = ("127.0.0.1", "::1", "localhost")
     show_default=True,
     help="Largest request body; a larger one is refused with 413.",
 )
-@click.option(
-    "--chat-template",
-    type=click.Path(path_type=Path, dir_okay=False, exists=True),
-    help="Jinja file that replaces the model's chat template.",
-)
+@chat_template_option
 @click.option(
     "--tool-call-parser",
     type=click.Choice(["auto", "none", *TOOL_FORMATS]),
@@ -105,7 +101,7 @@ def command(
     drain_seconds: float,
     hang_seconds: float,
     max_body_mib: int,
-    chat_template: Path | None,
+    chat_template: str | None,
     tool_call_parser: str,
     reasoning_parser: str,
     log_level: str,
@@ -123,9 +119,8 @@ def command(
 
     if not all(api_keys) or (_KEY_VARIABLE in os.environ and not api_keys):
         raise PeltonError(f"--api-key or {_KEY_VARIABLE} is empty: set a key, or leave both out to need none")
-    template = None if chat_template is None else _read_template(chat_template)
     sock = bind(host, port)  # before the engine is loaded, which may take a while
-    loaded = load_engine(engine, config=engine_config(**options), chat_template=template)
+    loaded = load_engine(engine, config=engine_config(**options), chat_template=chat_template)
     config = ServerConfig(
         model_names=model_names or (loaded.name,),
         api_keys=api_keys,
@@ -150,17 +145,3 @@ def command(
 
     if not run_server(loaded, sock, config, announce):
         sys.exit(1)
-
-
-def _read_template(path: Path) -> str:
-    """The source in a file, which must be a chat template."""
-    from ..runtime.chat_template import ChatTemplate
-
-    try:
-        source = path.read_text("utf-8")
-        template = ChatTemplate({"default": source}, {})
-    except (OSError, UnicodeDecodeError, BundleError) as error:
-        raise PeltonError(f"--chat-template {path}: {error}") from None
-    if not template.has_variable("messages"):
-        raise PeltonError(f"--chat-template {path}: it does not read `messages`, so it is no chat template")
-    return source

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections import OrderedDict
@@ -15,7 +16,7 @@ from llguidance import LLMatcher
 
 from ...errors import OverloadedError, RequestError
 from ..structured import StructuredOutput
-from .forms import write_grammar
+from .forms import FIRST_TAG_LINE, write_grammar
 from .limits import GrammarLimits
 from .matcher import LlguidanceGrammar
 from .trial import Trial, TrialError
@@ -27,6 +28,9 @@ if TYPE_CHECKING:
 
 MAX_FORCED_BYTES = 8 << 10
 """Each step makes tokens of all the text that must follow."""
+
+_FAULT = re.compile(r"at (?P<line>\d+)\(\d+\): (?P<reason>.*?)(?: \d+ \| |$)")
+"""How llguidance names the line of a grammar at fault, before it quotes those around it."""
 
 
 class GrammarCompiler:
@@ -164,4 +168,11 @@ def _refusal(output: StructuredOutput, reason: str, *, is_late: bool = False) ->
     if "NoExtensionBias" in reason:  # llguidance's name of it
         reason = "no output can match"
     code = "grammar_too_complex" if is_late else "invalid_grammar"
-    return RequestError(f"{output.field} cannot be compiled: {reason}", field=output.field, code=code)
+    field = output.field
+    at = _FAULT.match(reason)
+    if at is not None and output.tags:  # in a grammar that is ours each has its line
+        reason = at["reason"]
+        index = int(at["line"]) - FIRST_TAG_LINE
+        if 0 <= index < len(output.tags) and len(output.tags[index].places) == 1:
+            ((_, field),) = output.tags[index].places
+    return RequestError(f"{field} cannot be compiled: {reason}", field=field, code=code)

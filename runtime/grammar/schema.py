@@ -19,9 +19,10 @@ from typing import Any
 from urllib.parse import unquote
 
 from .formats import FORMATS, LIBRARY_FORMATS
-from .patterns import UNSPELLABLE, PatternError, search_regex
+from .patterns import PatternError, search_regex
 from .place import Place, read_pointer
 from .schema_choice import Comparisons, ComparisonsExceeded, can_end
+from .schema_values import SchemaError, check_number, check_range, check_text, check_types, check_value
 
 Schema = dict[str, Any] | bool
 
@@ -30,20 +31,11 @@ MAX_NUM_REFERENCES = 500  # to different places
 MAX_NUM_PROPERTIES = 1500
 """Of one object, or fewer in many: the time to compile grows with the sum of squares."""
 
-_MAX_EXACT = 2**53
 _TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
 _ANNOTATIONS = frozenset(
     {"$schema", "$comment", "$defs", "definitions", "title", "description", "default", "example", "examples"}
     | {"deprecated", "readOnly", "writeOnly"}
 )
-
-
-class SchemaError(ValueError):
-    """`pointer` (RFC 6901, at most 300 characters) is the keyword or value at fault."""
-
-    def __init__(self, place: Place, reason: str) -> None:
-        super().__init__(reason)
-        self.pointer = str(place)
 
 
 def prepare_schema(schema: object, *, max_depth: int) -> dict[str, Any]:
@@ -166,6 +158,8 @@ class _Reader:
         ):
             if low in plain and plain[low] > plain.get(high, plain[low]):
                 raise SchemaError(place / low, f"it is above {high}")
+        check_range(plain, place)
+        check_types(plain, place, schema)
         named = len(plain.get("required", ()))
         if plain.get("minProperties", 0) > named + 1:
             raise SchemaError(
@@ -214,11 +208,11 @@ class _Reader:
         if not isinstance(value, list) or not value:
             raise SchemaError(at, "it must be a list of at least one value")
         for index, item in enumerate(value):
-            _check_value(item, at / index, self._max_depth)
+            check_value(item, at / index, self._max_depth)
         return {"enum": value}
 
     def const(self, value: object, at: Place) -> dict[str, Any]:
-        _check_value(value, at, self._max_depth)
+        check_value(value, at, self._max_depth)
         return {"enum": [value]}
 
     # -- keywords of one type
@@ -242,7 +236,7 @@ class _Reader:
     def bound(self, value: object, at: Place) -> dict[str, Any]:
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             raise SchemaError(at, "it must be a number")
-        _check_number(value, at)
+        check_number(value, at)
         return {at.key: value}
 
     def multiple_of(self, value: object, at: Place) -> dict[str, Any]:
@@ -285,7 +279,7 @@ class _Reader:
     def properties(self, value: object, at: Place) -> dict[str, Any]:
         members = self._members(value, at)
         for key in members:
-            _check_text(key, at / key)
+            check_text(key, at / key)
         return {"properties": members}
 
     def pattern_properties(self, value: object, at: Place) -> dict[str, Any]:
@@ -304,7 +298,7 @@ class _Reader:
             raise SchemaError(at, "it must be a list of names")
         self._count_names(len(value), at)
         for index, name in enumerate(value):
-            _check_text(name, at / index)
+            check_text(name, at / index)
         return {"required": list(dict.fromkeys(value))}
 
     # -- what they share
@@ -390,40 +384,6 @@ def _pattern(value: object, at: Place) -> str:
         return f"^(?:{search_regex(value)})$"
     except PatternError as error:
         raise SchemaError(at, str(error)) from None
-
-
-def _check_value(value: object, at: Place, max_depth: int) -> None:
-    """A literal value: its numbers and texts must be such as the grammar spells exactly."""
-    if at.depth > max_depth:
-        raise SchemaError(at, f"nested more than {max_depth} levels deep")
-    if isinstance(value, dict):
-        for key, item in value.items():
-            _check_text(key, at / key)
-            _check_value(item, at / key, max_depth)
-    elif isinstance(value, list):
-        for index, item in enumerate(value):
-            _check_value(item, at / index, max_depth)
-    elif isinstance(value, str):
-        _check_text(value, at)
-    elif isinstance(value, (int, float)) and not isinstance(value, bool):
-        _check_number(value, at)
-
-
-def _check_text(text: str, at: Place) -> None:
-    for char in text:
-        if ord(char) in UNSPELLABLE:
-            raise SchemaError(
-                at,
-                f"the character U+{ord(char):04X} cannot be in an output's strings; of control characters there are "
-                r"\b, \t, \n, \f and \r",
-            )
-
-
-def _check_number(value: float, at: Place) -> None:
-    if abs(value) > _MAX_EXACT or (value and abs(value) < 1e-9):
-        raise SchemaError(
-            at, f"numbers beyond 2**53 or closer to 0 than 1e-9 are not exact: {str(value)[:32]}"
-        )
 
 
 def _refusal(key: str) -> str:

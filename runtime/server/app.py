@@ -22,6 +22,9 @@ from .gateway import Gateway
 from .metrics import ServerMetrics
 from .streaming import CallResponse, error_response, json_response
 
+# Of a body that is too large, what is read before the answer: clients that send all of it before they look for one
+# would find the connection reset.
+_DISCARDED_BYTES = 64 << 20
 _HTTP_ERRORS = {404: ("not_found", "no route"), 405: ("method_not_allowed", "method not allowed on")}
 
 
@@ -93,13 +96,20 @@ async def _read_body(request: Request, max_bytes: int) -> bytes:
         raise RequestError("send the body as 'content-type: application/json'", code="unsupported_media_type")
     too_large = RequestError(f"the body is larger than {max_bytes} bytes", code="body_too_large")
     declared = request.headers.get("content-length", "")
-    if declared.isdecimal() and int(declared) > max_bytes:
+    is_asking = (
+        request.headers.get("expect", "").lower() == "100-continue"
+    )  # and sends nothing before it is told to
+    if is_asking and declared.isdecimal() and int(declared) > max_bytes:
         raise too_large
-    data = bytearray()
+    data, num_bytes = bytearray(), 0
     async for chunk in request.stream():
-        data += chunk
-        if len(data) > max_bytes:
+        num_bytes += len(chunk)
+        if num_bytes <= max_bytes:
+            data += chunk
+        elif num_bytes > max_bytes + _DISCARDED_BYTES:
             raise too_large
+    if num_bytes > max_bytes:
+        raise too_large
     return bytes(data)
 
 

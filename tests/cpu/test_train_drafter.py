@@ -189,6 +189,11 @@ def test_a_text_that_does_not_serve_is_named(
     assert not (tmp_path / "drafter").exists()
 
 
+def test_texts_are_looked_at_before_the_model(tmp_path: Path) -> None:
+    with pytest.raises(BuildError, match=r"missing\.txt: cannot be read"):
+        trained(tmp_path / "no model", tmp_path / "missing.txt", tmp_path / "drafter")
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -222,6 +222,12 @@ def test_a_prompt_from_standard_input_is_the_same_prompt(tiny_bundles: dict[str,
     assert piped.stdout == given.stdout
 
 
+def test_a_bundle_is_no_checkpoint(tiny_bundles: dict[str, Path], tmp_path: Path) -> None:
+    done = pelton_here("build", tiny_bundles["llama"], "-o", tmp_path / "out")
+    assert done.exit_code == 2
+    assert "this is a bundle already" in done.stderr
+
+
 def test_an_output_that_is_no_bundle_is_refused_by_the_dry_run_too(checkpoint: Path, tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
     done = pelton_here("build", checkpoint, "-o", tmp_path, "--dry-run")

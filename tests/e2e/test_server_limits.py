@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import http.client
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -13,7 +14,7 @@ import psutil
 import pytest
 
 from pelton.runtime.server.gateway import GatewayConfig
-from support.live_server import LiveServer, StepGate, live_server
+from support.live_server import TIMEOUT, LiveServer, StepGate, live_server
 from support.tiny_model import NUM_PADDED_LOGITS, byte_tokenizer, scripted_engine
 
 VOCAB = byte_tokenizer().vocab_size
@@ -210,6 +211,11 @@ def test_a_body_above_the_limit_is_413() -> None:
                 yield b" " * 100
 
         assert_refused(server, server.client.post("/v1/completions", content=in_chunks()), None, 413)
+        # This client sends everything before it looks for an answer.
+        connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=TIMEOUT)
+        connection.request("POST", "/v1/completions", body=b" " * (16 << 20))
+        assert connection.getresponse().status == 413
+        connection.close()
 
 
 def test_other_content_types_are_415(server: LiveServer) -> None:

@@ -32,12 +32,14 @@ class Command:
         self.bundle = folder / "scripted"
         self.load: Callable[[], Engine] = make_engine
         self.configs: list[EngineConfig] = []
+        self.templates: list[str | None] = []
         monkeypatch.setattr(batch_script, "read_manifest", lambda path: SimpleNamespace(content_key="key"))
         monkeypatch.setitem(sys.modules, "pelton.runtime.load", SimpleNamespace(load_engine=self._load))
 
-    def _load(self, path: Path, *, config: EngineConfig) -> Engine:
+    def _load(self, path: Path, *, config: EngineConfig, chat_template: str | None) -> Engine:
         assert path == self.bundle
         self.configs.append(config)
+        self.templates.append(chat_template)
         return self.load()
 
     def __call__(self, *options: str) -> Result:
@@ -116,6 +118,20 @@ def test_options_reach_the_job_and_the_engine(command: Command) -> None:
     assert isinstance(command(*names, "--seed", "1").exception, JobError)
     assert command(*names, "--seed", "1", "--overwrite").exit_code == 0
     assert command.output.read_bytes() != first
+
+
+def test_a_chat_template_reaches_the_engine_and_is_part_of_the_job(command: Command, tmp_path: Path) -> None:
+    write_lines(command.source, [completion("a")])
+    template, other = tmp_path / "template.jinja", tmp_path / "other.jinja"
+    template.write_text("{{ messages }}")
+    other.write_text("{{ messages[0] }}")
+    assert command("--chat-template", str(template)).exit_code == 0
+    assert command.templates == ["{{ messages }}"]
+    for options in ((), ("--chat-template", str(other))):
+        assert isinstance(command(*options).exception, JobError)
+    assert command("--chat-template", str(template)).exit_code == 0
+    other.write_text("no template")
+    assert "does not read `messages`" in str(command("--chat-template", str(other)).exception)
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])

@@ -8,6 +8,7 @@ import random
 import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
+from itertools import product
 from typing import Any
 
 import pytest
@@ -109,7 +110,7 @@ def test_so_04_a_dead_end_is_told_in_plain_words() -> None:
     tokenizer, compiler = vocabulary("byte-level")
     no_key = {"patternProperties": {r"^[^\p{L}\P{L}]$": {}}, "additionalProperties": False}
     matcher = compiler.compile(form({"type": "object", "minProperties": 1, **no_key})).start()
-    for char in "{" + "\n" * 8:
+    for char in "{\n" + " " * 8:
         (token_id,) = tokenizer.encode(char, add_special_tokens=False)
         assert matcher.accept(token_id)
     with pytest.raises(EngineError, match=r"^no output can match the form: "):
@@ -178,11 +179,18 @@ def test_so_04_an_open_object_stays_open() -> None:
         ({"oneOf": [{"const": 1}, {"const": 1.0}]}, "/oneOf/1"),
         ({"properties": {"a": {"$id": "x"}}}, "/properties/a/$id"),
         ({"properties": {"a": {"properties": {f"p{i}": {} for i in range(2000)}}}}, "/properties/a/properties"),
+        ({"type": "integer", "minimum": 5, "maximum": 2}, "/minimum"),
+        ({"properties": {"b": {"items": {"minimum": 9, "exclusiveMaximum": 9}}}}, "/properties/b/items/minimum"),
+        ({"type": "integer", "exclusiveMinimum": 3, "exclusiveMaximum": 4}, "/exclusiveMinimum"),
+        ({"type": "integer", "multipleOf": 7, "minimum": 8, "maximum": 13}, "/multipleOf"),
+        ({"type": "integer", "multipleOf": 1.5, "minimum": 1, "maximum": 2.75}, "/multipleOf"),
+        ({"exclusiveMinimum": 1, "minimum": 1, "maximum": 1}, "/exclusiveMinimum"),
+        ({"anyOf": [{"type": "string", "const": 5}, {}]}, "/anyOf/0/const"),
+        ({"type": ["integer", "null"], "enum": ["a", 1.5, True]}, "/enum"),
         # Of no place in particular.
         ({"$ref": "#"}, ""),
         ({"$ref": "#/$defs/a", "$defs": {"a": {"anyOf": [{"$ref": "#/$defs/a"}, {}]}}}, "/$defs/a"),
         ({"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}, ""),
-        ({"type": "integer", "minimum": 5, "maximum": 2}, ""),
         ({"allOf": [{"type": "string"}, {"type": "null"}]}, ""),
         ({"type": "object", "properties": {"a": {}}, "minProperties": 1}, ""),
         (False, ""),
@@ -314,8 +322,10 @@ def test_so_03_a_form_that_waits_for_others_is_not_at_fault() -> None:
 def test_so_02_white_space_ends_and_strings_keep_theirs() -> None:
     tokenizer, compiler = vocabulary("byte-level")
     schema = {"type": "object", "properties": {"a": {"type": "array"}}, "required": ["a"]}
-    (blank,) = tokenizer.encode("\n", add_special_tokens=False)
-    for output in (StructuredOutput("json_object"), form(schema)):
+    for output, (text, most) in product(
+        (StructuredOutput("json_object"), form(schema)), (("\t", 8), ("\n", 1))
+    ):
+        (blank,) = tokenizer.encode(text, add_special_tokens=False)
         matcher = compiler.compile(output).start()
         num_blanks = []
         for token_id in tokenizer.encode('{"a":[1]}', add_special_tokens=False):
@@ -323,7 +333,7 @@ def test_so_02_white_space_ends_and_strings_keep_theirs() -> None:
             num_blanks.append(0)
             while num_blanks[-1] < 100 and matcher.accept(blank):
                 num_blanks[-1] += 1
-        assert max(num_blanks) == 8
+        assert max(num_blanks) == most
         assert matcher.is_finished
     in_string = compiler.compile(form({"type": "string"})).start()
     (quote,) = tokenizer.encode('"', add_special_tokens=False)

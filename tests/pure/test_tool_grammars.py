@@ -8,6 +8,7 @@ import random
 import jsonschema
 import pytest
 
+from pelton.errors import RequestError
 from pelton.runtime.detokenizer import Detokenizer
 from pelton.runtime.grammar.compiler import GrammarCompiler
 from pelton.runtime.request import SamplingParams
@@ -38,6 +39,25 @@ TOOLS = (Tool("get_weather", PLACE), Tool("get_time"))
 @pytest.fixture(scope="module")
 def compiler() -> GrammarCompiler:
     return GrammarCompiler(TOKENIZER, VOCAB_SIZE)
+
+
+@pytest.mark.parametrize(
+    "name", [n for n, f in TOOL_FORMATS.items() if len(f.enforce(TOOLS, False).tags) == 2]
+)
+def test_so_01_the_tool_whose_arguments_cannot_be_is_named(name: str, compiler: GrammarCompiler) -> None:
+    """Without the grammar that Pelton made of the tools."""
+    both = {"allOf": [{"type": "string"}, {"type": "null"}]}
+    impossible = {"type": "object", "properties": {"x": both}, "required": ["x"]}
+    tools = (
+        Tool("fine", PLACE, "tools[0].function.parameters"),
+        Tool("not_fine", impossible, "tools[1].function.parameters"),
+    )
+    with pytest.raises(RequestError) as error:
+        compiler.compile(TOOL_FORMATS[name].enforce(tools, False))
+    assert error.value.field == "tools[1].function.parameters"
+    assert str(error.value).startswith(f"{error.value.field} cannot be compiled: ")
+    assert "unsatisfiable" in str(error.value)
+    assert "tag_" not in str(error.value)
 
 
 @pytest.mark.parametrize("is_repeated", [False, True])

@@ -152,7 +152,7 @@ def write_serving_files(checkpoint: Checkpoint, directory: Path) -> None:
 
 def _locate(model: str) -> Path:
     path = Path(model).expanduser()
-    if (path / MANIFEST_NAME).is_file():
+    if _is_bundle(path):
         raise BuildError(
             f"{model}: this is a bundle already; `pelton inspect` says which checkpoint it was built from"
         )
@@ -163,6 +163,15 @@ def _locate(model: str) -> Path:
     if path.suffix == ".gguf" or not _HUB_ID.fullmatch(model):
         raise BuildError(f"{model}: no such file or directory")
     return _download(model)
+
+
+def _is_bundle(path: Path) -> bool:
+    """Whether the directory has a bundle's manifest, of whatever version."""
+    try:
+        facts = json.loads((path / MANIFEST_NAME).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(facts, dict) and "content_key" in facts
 
 
 def _download(model: str) -> Path:

@@ -125,10 +125,10 @@ class _Heads(nn.Module):
         return {name: tensor.detach().to(dtype).contiguous() for name, tensor in tensors.items()}
 
     def round_to(self, dtype: torch.dtype) -> None:
-        """Make the parameters those that `exported` writes in `dtype`."""
+        """From here on compute with what `exported` writes in `dtype`."""
         with torch.no_grad():
-            for parameter in self.parameters():
-                parameter.copy_(parameter.to(dtype))
+            for tensor in (*self.parameters(), *self.buffers()):
+                tensor.copy_(tensor.to(dtype))
 
     def computed(self) -> dict[str, Tensor]:
         return {name: parameter.to(self.dtype) for name, parameter in self.named_parameters()}
@@ -167,15 +167,21 @@ class EagleHeads(_Heads):
         self.norm_mlp = nn.Parameter(torch.ones(size))
         self.norm_out = nn.Parameter(scale.clone())
         self._embedding = rms_norm(embedding.to(dtype), torch.ones(width, dtype=dtype))
+        self._row_dtype = dtype  # of the token table
 
     def states(self, hidden: Tensor, tokens: Tensor) -> list[Tensor]:
         w = self.computed()
         hidden, states = hidden.to(self.dtype), []
         for place in range(tokens.shape[1]):
             rows = functional.linear(self._embedding[tokens[:, place]], w["token_mix"])
+            rows = rows.to(self._row_dtype).to(self.dtype)
             hidden = eagle_step(lambda name, x: functional.linear(x, w[name]), w, hidden, rows)
             states.append(hidden)
         return states
+
+    def round_to(self, dtype: torch.dtype) -> None:
+        super().round_to(dtype)
+        self._row_dtype = dtype
 
     def exported(self, dtype: torch.dtype) -> dict[str, Tensor]:
         tensors = super().exported(dtype)

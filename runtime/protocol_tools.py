@@ -185,8 +185,8 @@ def check_tool_format(tool_format: ToolFormat | None, use: ToolUse) -> None:
     """Raise `RequestError` if calls are asked for and nothing is known to read them."""
     if use.choice != "none" and tool_format is None:
         raise RequestError(
-            "tools: it is not known how this model writes calls; start the server with --tool-call-parser NAME, or "
-            "set tool_choice to none",
+            "tools: it is not known how this model writes calls; start the server with --tool-call-parser NAME, load "
+            "the model with a chat template that shows it (--chat-template FILE), or set tool_choice to none",
             field="tools",
             code="unsupported_parameter",
         )

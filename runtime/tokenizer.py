@@ -15,7 +15,7 @@ from typing import Any
 import tokenizers
 
 from ..errors import BundleError, RequestError
-from .chat_template import ChatTemplate
+from .chat_template import ChatTemplate, replacement
 from .control_tokens import ControlTokens, Marks, Places
 from .token_pieces import TokenPieces
 
@@ -81,16 +81,17 @@ class Tokenizer:
         eos_token_ids = set(_config_eos_ids(folder))
         if (eos := backend.token_to_id(named.get("eos_token", ""))) is not None:
             eos_token_ids.add(eos)
-        if chat_template is None:
-            sources = _template_sources(folder, settings)
+        if chat_template is not None:
+            template: ChatTemplate | None = replacement(chat_template, named)
         else:
-            sources = {"default": chat_template}
+            sources = _template_sources(folder, settings)
+            template = ChatTemplate(sources, named) if sources else None
         return cls(
             backend,
             bos_token=named.get("bos_token"),
             special_tokens=[*named.values(), *_extra_tokens(settings)],
             eos_token_ids=eos_token_ids,
-            chat_template=ChatTemplate(sources, named) if sources else None,
+            chat_template=template,
         )
 
     @property

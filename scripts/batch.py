@@ -130,7 +130,7 @@ def command(
 
 
 def _engine_key(content_key: str, chat_template: str | None) -> str:
-    """What identifies the engine to a job: the bundle, and the template where it is not the bundle's."""
+    """What identifies the engine to a job: the bundle, and the template that is given in place of its own."""
     if chat_template is None:
         return content_key
     return hashlib.sha256(f"{content_key} {chat_template}".encode()).hexdigest()

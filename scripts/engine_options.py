@@ -9,6 +9,7 @@ from typing import Any, TypeVar, get_args
 import click
 
 from ..errors import BundleError, ConfigError, PeltonError
+from ..interrupts import held_interrupts
 from ..runtime.engine_config import EngineConfig
 from ..runtime.speculate.config import SpeculationConfig, SpeculationMethod
 from .sizes import MEMORY
@@ -49,17 +50,15 @@ _OPTIONS = (
 
 def _read_template(context: click.Context, option: click.Parameter, path: Path | None) -> str | None:
     """The source in a file, which must be a chat template."""
-    from ..runtime.chat_template import ChatTemplate
-
     if path is None:
         return None
+    with held_interrupts():
+        from ..runtime.chat_template import replacement
     try:
         source = path.read_text("utf-8")
-        template = ChatTemplate({"default": source}, {})
+        replacement(source, {})
     except (OSError, UnicodeDecodeError, BundleError) as error:
         raise PeltonError(f"--chat-template {path}: {error}") from None
-    if not template.has_variable("messages"):
-        raise PeltonError(f"--chat-template {path}: it does not read `messages`, so it is no chat template")
     return source
 
 

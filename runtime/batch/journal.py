@@ -124,7 +124,11 @@ class JobJournal:
         if found is None:
             reason = f"{self._output} exists and {self.path} does not say that a batch job made it"
         else:
-            names = {"input_sha256": "input", "engine_key": "engine", "model_names": "model names"}
+            names = {
+                "input_sha256": "input",
+                "engine_key": "engine or chat template",
+                "model_names": "model names",
+            }
             changed = [
                 names.get(name, name)
                 for name, value in asdict(found).items()

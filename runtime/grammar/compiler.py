@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 MAX_FORCED_BYTES = 8 << 10
 """Each step makes tokens of all the text that must follow."""
 
-_FAULT = re.compile(r"at (?P<line>\d+)\(\d+\): (?P<reason>.*?)(?: \d+ \| |$)")
-"""How llguidance names the line of a grammar at fault, before it quotes those around it."""
+_FAULT = re.compile(r"at (?P<line>\d+)\(\d+\): (?P<reason>.*?)(?: \d+ \| (?:start|tag|tag_\d+): |$)")
+"""How llguidance names the line at fault of a grammar of tags, before it quotes those around it."""
 
 
 class GrammarCompiler:

@@ -5,6 +5,7 @@ The dialect is JSON Schema 2020-12, with these bounds:
 - every keyword is an annotation, or honoured, or refused; names that are no keyword are refused too (`x-...` is an
   annotation), for a misspelt one must not go unnoticed;
 - `$ref` points into the schema itself (`#`, `#/...`), and never back to itself without an object or array between;
+- bounds that leave no number, and literal values of another type than the one beside them, are mistakes;
 - `oneOf` needs alternatives that are told apart by type, by `const` or `enum`, or by such a property that is required;
 - objects have their properties in the order of the schema.
 

@@ -39,10 +39,11 @@ def check_value(value: object, at: Place, max_depth: int) -> None:
 
 
 def check_range(plain: Mapping[str, Any], place: Place) -> None:
-    """Some number must be within the bounds."""
+    """Where all values are numbers, some must be within the bounds."""
+    names = _type_names(plain)
     lows = [(Fraction(plain[key]), key) for key in ("minimum", "exclusiveMinimum") if key in plain]
     highs = [(Fraction(plain[key]), key) for key in ("maximum", "exclusiveMaximum") if key in plain]
-    if not lows or not highs:
+    if not names or not names <= {"integer", "number"} or not lows or not highs:
         return
     low, low_key = max(lows, key=lambda bound: (bound[0], bound[1] == "exclusiveMinimum"))
     high, high_key = min(highs, key=lambda bound: (bound[0], bound[1] != "exclusiveMaximum"))
@@ -50,7 +51,7 @@ def check_range(plain: Mapping[str, Any], place: Place) -> None:
     if low > high or (low == high and any(is_open)):
         raise SchemaError(place / low_key, f"with it no number is within {high_key}")
     step = Fraction(plain.get("multipleOf", 0))
-    if plain.get("type") == "integer":  # the multiples of a / b that are whole are those of a
+    if "number" not in names:  # the multiples of a / b, in lowest terms, that are whole are those of a
         step = Fraction(step.numerator or 1)
     if not step:
         return
@@ -63,16 +64,19 @@ def check_range(plain: Mapping[str, Any], place: Place) -> None:
 
 def check_types(plain: Mapping[str, Any], place: Place, schema: Mapping[str, object]) -> None:
     """Of literal values beside a type, some must be of it."""
-    names = plain.get("type")
-    if names is None:
-        return
-    names = {names} if isinstance(names, str) else set(names)
+    names = _type_names(plain)
     for key in ("const", "enum"):
-        if key not in schema:
+        if not names or key not in schema:
             continue
         values = schema[key] if key == "enum" else [schema[key]]
         if isinstance(values, list) and not any(names & _types_of(value) for value in values):
             raise SchemaError(place / key, "no such value is of the type beside it")
+
+
+def _type_names(plain: Mapping[str, Any]) -> set[str]:
+    """Those of `type`; none: all."""
+    names = plain.get("type", ())
+    return {names} if isinstance(names, str) else set(names)
 
 
 def _types_of(value: object) -> set[str]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 import uuid
 from collections.abc import Sequence
+from contextlib import suppress
 
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
@@ -25,6 +27,7 @@ from .streaming import CallResponse, error_response, json_response
 # Of a body that is too large, what is read before the answer: clients that send all of it before they look for one
 # would find the connection reset.
 _DISCARDED_BYTES = 64 << 20
+_DISCARDING_SECONDS = 10.0
 _HTTP_ERRORS = {404: ("not_found", "no route"), 405: ("method_not_allowed", "method not allowed on")}
 
 
@@ -96,19 +99,28 @@ async def _read_body(request: Request, max_bytes: int) -> bytes:
         raise RequestError("send the body as 'content-type: application/json'", code="unsupported_media_type")
     too_large = RequestError(f"the body is larger than {max_bytes} bytes", code="body_too_large")
     declared = request.headers.get("content-length", "")
+    size = int(declared) if declared.isdecimal() else 0
     is_asking = (
         request.headers.get("expect", "").lower() == "100-continue"
     )  # and sends nothing before it is told to
-    if is_asking and declared.isdecimal() and int(declared) > max_bytes:
+    most = max_bytes if is_asking else max_bytes + _DISCARDED_BYTES
+    if size > most:
         raise too_large
     data, num_bytes = bytearray(), 0
-    async for chunk in request.stream():
-        num_bytes += len(chunk)
-        if num_bytes <= max_bytes:
-            data += chunk
-        elif num_bytes > max_bytes + _DISCARDED_BYTES:
-            raise too_large
-    if num_bytes > max_bytes:
+    is_large = size > max_bytes
+    with suppress(TimeoutError):
+        async with asyncio.timeout(_DISCARDING_SECONDS if is_large else None) as discarding:
+            async for chunk in request.stream():
+                num_bytes += len(chunk)
+                if not is_large and num_bytes > max_bytes:
+                    is_large = True
+                    data.clear()
+                    discarding.reschedule(asyncio.get_running_loop().time() + _DISCARDING_SECONDS)
+                if not is_large:
+                    data += chunk
+                elif num_bytes > most:
+                    break
+    if is_large:
         raise too_large
     return bytes(data)
 

@@ -42,7 +42,7 @@ def error_response(error: PeltonError) -> Response:
     if status == 503:
         headers["retry-after"] = str(RETRY_AFTER_SECONDS)
     elif status == 413:
-        headers["connection"] = "close"  # the rest of the body is not read
+        headers["connection"] = "close"  # not all of the body may have been read
     elif status == 401:
         headers["www-authenticate"] = "Bearer"
     return json_response(status, body, headers)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import platform
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -121,7 +123,7 @@ def test_without_products_of_bfloat16_heads_are_computed_in_float32(
     weights = read_weights(tmp_path / "heads", config)
     assert {tensor.dtype for tensor in weights.values() if tensor.is_floating_point()} == {torch.bfloat16}
     share = guessed_by_the_files(tmp_path / "heads", checkpoint, text, torch.bfloat16)
-    assert share == pytest.approx(acceptance.agreement[0], abs=0.01)  # bfloat16 has ties
+    assert share == pytest.approx(acceptance.agreement[0], abs=0.005)  # bfloat16 has ties
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="the flags are those of x86")
@@ -187,6 +189,16 @@ def test_a_text_that_does_not_serve_is_named(
     with pytest.raises(BuildError, match=message):
         trained(checkpoint, path, tmp_path / "drafter")
     assert not (tmp_path / "drafter").exists()
+
+
+def test_a_text_may_come_from_a_pipe(checkpoint: Path, text: Path, tmp_path: Path) -> None:
+    pipe = tmp_path / "text.jsonl"
+    os.mkfifo(pipe)
+    writer = threading.Thread(target=lambda: pipe.write_bytes(text.read_bytes()))
+    writer.start()
+    config, _, _ = trained(checkpoint, pipe, tmp_path / "piped", steps=1)
+    writer.join()
+    assert config.training["num_tokens"] > 0
 
 
 def test_texts_are_looked_at_before_the_model(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from pelton import LLM, SamplingParams
 from pelton.compile.bundle import read_manifest
 from pelton.compile.memory import plan_memory
 from pelton.compile.targets.cpu_target import CpuTarget
-from pelton.errors import EngineError
+from pelton.errors import BundleError, EngineError
 from pelton.plugins_trt.cpu_engine import CpuEngine, EngineProgram
 from pelton.runtime.request import Request
 from support.checkpoints import tiny_checkpoint
@@ -220,6 +220,23 @@ def test_a_prompt_from_standard_input_is_the_same_prompt(tiny_bundles: dict[str,
     piped = pelton("generate", bundle, "--max-tokens", "8", input="The engine reads\n")
     assert piped.returncode == 0, piped.stderr
     assert piped.stdout == given.stdout
+
+
+def test_a_chat_template_replaces_the_models_own(tiny_bundles: dict[str, Path], tmp_path: Path) -> None:
+    bundle, file = tiny_bundles["llama"], tmp_path / "template.jinja"
+    with LLM(bundle, chat_template="{{ messages[0].content }}!") as llm:
+        output = llm.chat([{"role": "user", "content": "hi"}], SamplingParams(max_tokens=1))
+        assert list(output[0].prompt_token_ids) == llm.tokenizer.encode("hi!", add_special_tokens=False)
+    with pytest.raises(BundleError, match="does not read `messages`"):
+        LLM(bundle, chat_template=str(file))
+    file.write_text("{{ messages }}")
+    done = pelton_here("generate", bundle, "hi", "--chat-template", file)
+    assert done.exit_code == 2
+    assert "--chat-template needs --chat" in done.stderr
+    file.write_text("no template")
+    done = pelton_here("generate", bundle, "hi", "--chat", "--chat-template", file)
+    assert done.exit_code == 2
+    assert f"--chat-template {file}: " in done.stderr
 
 
 def test_a_bundle_is_no_checkpoint(tiny_bundles: dict[str, Path], tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import http.client
+import socket
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -216,6 +217,11 @@ def test_a_body_above_the_limit_is_413() -> None:
         connection.request("POST", "/v1/completions", body=b" " * (16 << 20))
         assert connection.getresponse().status == 413
         connection.close()
+        # These wait for an answer before they send anything.
+        for headers in ("expect: 100-continue\r\ncontent-length: 1001", f"content-length: {80 << 20}"):
+            with socket.create_connection(("127.0.0.1", server.port), timeout=TIMEOUT) as client:
+                client.sendall(f"POST /v1/completions HTTP/1.1\r\nhost: x\r\n{headers}\r\n\r\n".encode())
+                assert client.recv(4096).startswith(b"HTTP/1.1 413 ")
 
 
 def test_other_content_types_are_415(server: LiveServer) -> None:

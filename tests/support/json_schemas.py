@@ -56,6 +56,12 @@ SCHEMAS: dict[str, Any] = {
     "multiple of": {"type": "integer", "multipleOf": 7, "minimum": 0, "maximum": 1000},
     "multiple of a fraction": {"type": "number", "multipleOf": 0.5},
     "bounds without a type": {"minimum": 3, "maximum": 5},
+    "no number but null": {"type": ["integer", "null"], "minimum": 5, "maximum": 2},
+    "one whole number": {"type": "integer", "exclusiveMinimum": 3, "exclusiveMaximum": 5},
+    "one multiple": {"type": "integer", "multipleOf": 7, "minimum": 7, "maximum": 7},
+    "a whole multiple of a fraction": {"type": "integer", "multipleOf": 1.5, "minimum": 3, "maximum": 3},
+    "negative multiples": {"type": "integer", "multipleOf": 4, "exclusiveMinimum": -8, "maximum": -4},
+    "a whole constant": {"type": "integer", "const": 1.0},
     # Strings.
     "lengths": {"type": "string", "minLength": 3, "maxLength": 5},
     "fixed length": {"type": "string", "minLength": 4, "maxLength": 4},

@@ -183,7 +183,7 @@ def test_an_output_that_is_no_file_is_refused(source: Path, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("options", "what"),
     [
-        (replace(OPTIONS, engine_key="rebuilt"), "engine"),
+        (replace(OPTIONS, engine_key="rebuilt"), "engine or chat template"),
         (replace(OPTIONS, model_names=("scripted", "other")), "model names"),
         (replace(OPTIONS, seed=5), "seed"),
         (OPTIONS, "input"),

@@ -268,16 +268,16 @@ def test_the_options_are_those_of_the_engine(monkeypatch: pytest.MonkeyPatch) ->
     }
     assert list(given) == [option.name for option in fields(EngineConfig)]
     assert given.keys() <= inspect.signature(LLM).parameters.keys()
-    loaded: list[EngineConfig] = []
+    loaded: list[tuple[EngineConfig, str | None]] = []
 
-    def load(bundle: str | Path, config: EngineConfig) -> object:
-        loaded.append(config)
+    def load(bundle: str | Path, config: EngineConfig, *, chat_template: str | None) -> object:
+        loaded.append((config, chat_template))
         return scripted_engine()
 
     monkeypatch.setattr(llm_module, "load_engine", load)
-    LLM("bundle", **given)
+    LLM("bundle", **given, chat_template="{{ messages }}")
     LLM("bundle")
-    assert loaded == [EngineConfig(**given), EngineConfig()]
+    assert loaded == [(EngineConfig(**given), "{{ messages }}"), (EngineConfig(), None)]
 
 
 def test_an_option_that_is_unknown_or_of_a_wrong_type_is_named() -> None:

@@ -18,6 +18,7 @@ from .engine_options import chat_template_option, engine_config, engine_options
 from .option_types import FiniteFloat, NonEmptyText
 
 _KEY_VARIABLE = "PELTON_API_KEY"
+_SWITCH_SECONDS = 0.0005
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
@@ -133,6 +134,9 @@ def command(
         tool_call_parser=tool_call_parser,
         reasoning_parser=reasoning_parser,
     )
+    # Reading forms is Python, in threads beside those of the loop and the engine, which give up the interpreter many
+    # times a step and would wait out Python's 5 ms to get it back.
+    sys.setswitchinterval(_SWITCH_SECONDS)
     # What is loaded stays: without it in the collector's sight a full collection is short.
     gc.collect()
     gc.freeze()

@@ -6,6 +6,8 @@ import platform
 
 import torch
 
+IS_X86 = platform.machine() in ("x86_64", "AMD64")
+
 
 def has_bfloat16_products() -> bool:
     """Whether oneDNN multiplies matrices of bfloat16 by instructions for it: AVX-512 BF16, which AMX comes with, or
@@ -14,8 +16,8 @@ def has_bfloat16_products() -> bool:
     Without, elements are converted one by one: with AVX2 a product of 512 rows takes six times as long as in float32.
     oneDNN's own answer also counts AVX-512 without BF16, where it converts, too.
     """
-    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+    if not torch._C._has_mkldnn:
         return False
-    if platform.machine() in ("x86_64", "AMD64"):
+    if IS_X86:
         return torch.cpu._is_avx512_bf16_supported()
     return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())

@@ -30,7 +30,7 @@ _OWN_VARIABLES = frozenset({"messages", "tools", "add_generation_prompt"})
 _CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "
 
 
-def replacement(source: str, special_tokens: Mapping[str, str]) -> ChatTemplate:
+def replacement_template(source: str, special_tokens: Mapping[str, str]) -> ChatTemplate:
     """A user's template in place of a model's. Raises `BundleError` where it is none."""
     template = ChatTemplate({"default": source}, special_tokens)
     if not template.has_variable("messages"):

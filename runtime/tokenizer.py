@@ -15,7 +15,7 @@ from typing import Any
 import tokenizers
 
 from ..errors import BundleError, RequestError
-from .chat_template import ChatTemplate, replacement
+from .chat_template import ChatTemplate, replacement_template
 from .control_tokens import ControlTokens, Marks, Places
 from .token_pieces import TokenPieces
 
@@ -82,7 +82,7 @@ class Tokenizer:
         if (eos := backend.token_to_id(named.get("eos_token", ""))) is not None:
             eos_token_ids.add(eos)
         if chat_template is not None:
-            template: ChatTemplate | None = replacement(chat_template, named)
+            template: ChatTemplate | None = replacement_template(chat_template, named)
         else:
             sources = _template_sources(folder, settings)
             template = ChatTemplate(sources, named) if sources else None

@@ -53,10 +53,10 @@ def _read_template(context: click.Context, option: click.Parameter, path: Path |
     if path is None:
         return None
     with held_interrupts():
-        from ..runtime.chat_template import replacement
+        from ..runtime.chat_template import replacement_template
     try:
         source = path.read_text("utf-8")
-        replacement(source, {})
+        replacement_template(source, {})
     except (OSError, UnicodeDecodeError, BundleError) as error:
         raise PeltonError(f"--chat-template {path}: {error}") from None
     return source

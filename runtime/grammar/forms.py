@@ -21,6 +21,8 @@ MAX_NUM_CHOICES = 10_000
 MAX_CHOICE_BYTES = 8 << 10
 MAX_NUM_RULES = 1000
 FIRST_TAG_LINE = 3
+"""Of a grammar of tags: tag i is line `FIRST_TAG_LINE` + i."""
+
 _WHITESPACE = r"(\x0D?\x0A[\x20\x09]{0,8}|[\x20\x09]{1,8})"
 """Between two tokens of JSON, at most once, a line's end with the next one's indentation, or blanks: a model that likes
 them cannot go on with them for ever, and empty lines cost a token each.
@@ -147,7 +149,6 @@ def _tagged_rules(output: StructuredOutput, vocabulary: Vocabulary, limits: Gram
     if not output.tags:
         raise RequestError(f"{output.field}: no tags", field=output.field)
     names = [f"tag_{index}" for index in range(len(output.tags))]
-    # Tag i is line `FIRST_TAG_LINE` + i.
     more = f" ({_text(output.separator, vocabulary)} tag)*" if output.is_repeated else ""
     yield f"start: tag{more}"
     yield f"tag: {' | '.join(names)}"

@@ -8,6 +8,8 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from .schema_values import type_of
+
 Schema = dict[str, Any] | bool
 
 _ALL_TYPES = frozenset({"null", "boolean", "number", "string", "array", "object"})
@@ -222,20 +224,8 @@ def _types(schema: dict[str, Any]) -> frozenset[str]:
         names = [named] if isinstance(named, str) else named
         return frozenset("number" if name == "integer" else name for name in names)
     if "enum" in schema:
-        return frozenset(map(_type_of, schema["enum"]))
+        return frozenset(map(type_of, schema["enum"]))
     return _ALL_TYPES
-
-
-def _type_of(value: object) -> str:
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return "boolean"
-    if isinstance(value, (int, float)):
-        return "number"
-    if isinstance(value, str):
-        return "string"
-    return "array" if isinstance(value, list) else "object"
 
 
 def _literals(schema: dict[str, Any]) -> frozenset[str] | None:

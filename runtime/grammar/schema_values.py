@@ -69,7 +69,7 @@ def check_types(plain: Mapping[str, Any], place: Place, schema: Mapping[str, obj
         if not names or key not in schema:
             continue
         values = schema[key] if key == "enum" else [schema[key]]
-        if isinstance(values, list) and not any(names & _types_of(value) for value in values):
+        if isinstance(values, list) and not any(_is_of(value, names) for value in values):
             raise SchemaError(place / key, "no such value is of the type beside it")
 
 
@@ -79,13 +79,24 @@ def _type_names(plain: Mapping[str, Any]) -> set[str]:
     return {names} if isinstance(names, str) else set(names)
 
 
-def _types_of(value: object) -> set[str]:
+def _is_of(value: object, names: set[str]) -> bool:
+    kind = type_of(value)
+    return kind in names or (
+        isinstance(value, (int, float)) and kind == "number" and "integer" in names and value % 1 == 0
+    )
+
+
+def type_of(value: object) -> str:
+    """The JSON type of a literal; whole numbers are `number` too."""
+    if value is None:
+        return "null"
     if isinstance(value, bool):
-        return {"boolean"}
+        return "boolean"
     if isinstance(value, (int, float)):
-        return {"number", "integer"} if value == int(value) else {"number"}
-    kinds: list[tuple[type, str]] = [(str, "string"), (list, "array"), (dict, "object")]
-    return {name for kind, name in kinds if isinstance(value, kind)} or {"null"}
+        return "number"
+    if isinstance(value, str):
+        return "string"
+    return "array" if isinstance(value, list) else "object"
 
 
 def check_text(text: str, at: Place) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
 
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -100,29 +100,32 @@ async def _read_body(request: Request, max_bytes: int) -> bytes:
     too_large = RequestError(f"the body is larger than {max_bytes} bytes", code="body_too_large")
     declared = request.headers.get("content-length", "")
     size = int(declared) if declared.isdecimal() else 0
-    is_asking = (
-        request.headers.get("expect", "").lower() == "100-continue"
-    )  # and sends nothing before it is told to
-    most = max_bytes if is_asking else max_bytes + _DISCARDED_BYTES
-    if size > most:
+    # Who asks for leave sends nothing before it is told to.
+    is_asking = request.headers.get("expect", "").lower() == "100-continue"
+    if size > max_bytes + (0 if is_asking else _DISCARDED_BYTES):
         raise too_large
-    data, num_bytes = bytearray(), 0
-    is_large = size > max_bytes
+    chunks = request.stream()
+    if size <= max_bytes:
+        data = bytearray()
+        async for chunk in chunks:
+            data += chunk
+            if len(data) > max_bytes:
+                break
+        else:
+            return bytes(data)
+    await _discard(chunks)
+    raise too_large
+
+
+async def _discard(chunks: AsyncIterator[bytes]) -> None:
+    """Read what a client still sends, within bounds."""
+    num_bytes = 0
     with suppress(TimeoutError):
-        async with asyncio.timeout(_DISCARDING_SECONDS if is_large else None) as discarding:
-            async for chunk in request.stream():
+        async with asyncio.timeout(_DISCARDING_SECONDS):
+            async for chunk in chunks:
                 num_bytes += len(chunk)
-                if not is_large and num_bytes > max_bytes:
-                    is_large = True
-                    data.clear()
-                    discarding.reschedule(asyncio.get_running_loop().time() + _DISCARDING_SECONDS)
-                if not is_large:
-                    data += chunk
-                elif num_bytes > most:
-                    break
-    if is_large:
-        raise too_large
-    return bytes(data)
+                if num_bytes > _DISCARDED_BYTES:
+                    return
 
 
 def _model(name: str, gateway: Gateway, created: int) -> dict[str, object]:

@@ -20,6 +20,7 @@ from torch.nn import functional
 from ...compile.bundle import Manifest
 from ...errors import BundleError, ConfigError
 from ...plugins_trt.draft_heads import HeadConfig, eagle_step, medusa_states, read_config, read_weights
+from ...plugins_trt.processor import IS_X86, has_bfloat16_products
 from ..executor import ExecutorLimits
 from ..sampler import DRAFT, GREEDY_BELOW, uniform_at
 from ..sequence import Sequence
@@ -95,7 +96,7 @@ def pack(weight: Tensor) -> Callable[[Tensor], Tensor]:
 
 def has_fast_bfloat16() -> bool:
     """Whether heads are computed in bfloat16 on this CPU: on x86 alone, where packing for oneDNN was tried."""
-    return bool(torch._C._has_mkldnn and torch.cpu._is_avx512_bf16_supported())
+    return IS_X86 and has_bfloat16_products()
 
 
 class HeadDrafter:

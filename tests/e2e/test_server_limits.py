@@ -224,6 +224,16 @@ def test_a_body_above_the_limit_is_413() -> None:
                 assert client.recv(4096).startswith(b"HTTP/1.1 413 ")
 
 
+def test_a_large_body_that_does_not_come_is_413_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pelton.runtime.server.app._DISCARDING_SECONDS", 0.1)
+    with (
+        live_server(scripted_engine(), gateway=GatewayConfig(max_body_bytes=9, drain_seconds=0.2)) as server,
+        socket.create_connection(("127.0.0.1", server.port), timeout=TIMEOUT) as client,
+    ):
+        client.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 10\r\n\r\n")
+        assert client.recv(4096).startswith(b"HTTP/1.1 413 ")
+
+
 def test_other_content_types_are_415(server: LiveServer) -> None:
     body = b'{"prompt": "a", "max_tokens": 1}'
     for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x"):
